@@ -48,13 +48,15 @@ class AverageStart(Callback):
 
 
 def complete(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Add missing default callbacks and sort; a callback of a default's class or of a subclass replaces the default.
+    """Add missing default callbacks, and sort all.
 
-    Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
-    a checkpoint is saved after all other files of its step. Without a configured checkpoint, a RunCheckpoint with its
-    defaults takes the place of that of Lightning, which saves at the end of each epoch; it is added to those that save
-    the best by a metric. With an average of weights, AverageStart is a default too. Extras offer further ones, such as
-    MetricsCSV.
+    If you configure a callback of a default's class or of a subclass, it replaces the default. Your callbacks run in an
+    order that works. Signals are handled first, and the clock starts before the rollout. Callbacks that measure come
+    before those that write, and a checkpoint is saved after all other files of its step.
+
+    If you configure no checkpoint, a RunCheckpoint with its defaults replaces Lightning's, which saves at the end of
+    each epoch. If all your checkpoints save the best by a metric, a RunCheckpoint for the last one is added. With an
+    average of weights, AverageStart becomes a default too. Extras offer more defaults, such as MetricsCSV.
 
     Args:
         callbacks: callbacks of the Trainer.

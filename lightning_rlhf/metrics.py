@@ -16,12 +16,12 @@ from lightning_rlhf.functional.samples import best_at_k, majority_at_k, pass_at_
 
 
 def over(ranks: DataRanks) -> dict[str, Any]:
-    """Return arguments of a metric that reduce it over the data ranks.
+    """Return arguments that make a metric reduce over the data ranks only.
 
-    Without them torchmetrics reduces over all processes, and counts the rows of tensor-parallel ranks repeatedly.
+    Without them, torchmetrics reduces over all processes and counts the rows of tensor-parallel ranks repeatedly.
 
     Args:
-        ranks: ranks that hold the other rows.
+        ranks: ranks that hold the other rows, for example ``data_ranks`` of your module.
     """
 
     def gather(value: Tensor, group: Any = None) -> list[Tensor]:
@@ -75,7 +75,7 @@ class _RewardsAtK(_PromptMean):
 class PassAtK(_PromptMean):
     """Probability that at least one of k samples is correct, unbiased.
 
-    See :func:`~lightning_rlhf.functional.samples.pass_at_k`.
+    You can add more than k samples per prompt. See :func:`~lightning_rlhf.functional.samples.pass_at_k`.
 
     Args:
         k: number of draws, at least 1.
@@ -120,7 +120,7 @@ class WorstAtK(_RewardsAtK):
 
 
 class MajorityAtK(_PromptMean):
-    """Reward of the most frequent answer of k samples, unbiased.
+    """Reward of the most frequent answer of k samples, unbiased: what you get if you let the samples vote.
 
     See :func:`~lightning_rlhf.functional.samples.majority_at_k`.
 
@@ -135,8 +135,8 @@ class MajorityAtK(_PromptMean):
         """Add prompts.
 
         Args:
-            answers: answers of the n samples of each of P prompts; None does not vote.
-            rewards: (P, n) rewards of the samples, n >= k; a prompt with a NaN does not count.
+            answers: answers of the n samples of each of P prompts. None does not vote.
+            rewards: (P, n) rewards of the samples, n >= k. A prompt with a NaN does not count.
 
         Raises:
             ValueError: numbers of answers and rewards differ, or there are fewer than k samples.
@@ -155,7 +155,7 @@ class MajorityAtK(_PromptMean):
 
 
 class PairAccuracy(Metric):
-    """Fraction of preference pairs that a score orders correctly, with its 95 % interval (Wilson); ties are wrong.
+    """Fraction of preference pairs that a score orders correctly, with its 95 % interval (Wilson). Ties are wrong.
 
     Args:
         options: arguments of :class:`torchmetrics.Metric`.
@@ -173,12 +173,12 @@ class PairAccuracy(Metric):
         """Add pairs.
 
         Args:
-            difference: (N,) score of the preferred text minus that of the other.
+            difference: (N,) score of the preferred text minus the score of the other.
         """
         self.counts += torch.stack([(difference > 0).sum(), torch.tensor(difference.numel(), device=self.device)])
 
     def compute(self) -> dict[str, float]:
-        """Return ``pairs``, ``accuracy``, and the bounds ``low`` and ``high`` of its interval; NaN without pairs."""
+        """Return ``pairs``, ``accuracy``, and the bounds ``low`` and ``high`` of its interval. Without pairs, NaN."""
         correct, pairs = self.counts.tolist()
         if not pairs:
             return {"pairs": 0.0, "accuracy": torch.nan, "low": torch.nan, "high": torch.nan}
@@ -187,9 +187,10 @@ class PairAccuracy(Metric):
 
 
 class PairCalibrationError(Metric):
-    """Mean absolute gap between the confidence of a score in its order of pairs, and the fraction of correct orders.
+    """Mean absolute gap between a score's confidence in its order of pairs and the fraction of correct orders.
 
-    See :func:`~lightning_rlhf.functional.diagnostics.calibration_error`.
+    A score with an error of 0 is as often right as it is sure. See
+    :func:`~lightning_rlhf.functional.diagnostics.calibration_error`.
 
     Args:
         bins: number of equal parts of the confidences [0.5, 1], at least 1.
@@ -216,5 +217,5 @@ class PairCalibrationError(Metric):
         self.sums += calibration_bins(difference, self.bins)
 
     def compute(self) -> float:
-        """Return the expected calibration error in [0, 1]; NaN without pairs."""
+        """Return the expected calibration error in [0, 1]. Without pairs, NaN."""
         return calibration_error(self.sums)

@@ -95,16 +95,16 @@ def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of responses.
+    """Sets how responses are sampled.
 
     Args:
-        max_tokens: maximum number of tokens of a response, at least 1.
-        temperature: divisor of the logits; 0 always selects the most likely token (greedy).
-        top_p: probability mass of the most likely tokens to keep (nucleus sampling), in (0, 1]; 1 keeps all.
-        top_k: number of most likely tokens to keep; 0 keeps all.
-        stop_token_ids: tokens that end a response; they are part of it.
+        max_tokens: longest response, tokens, at least 1.
+        temperature: divisor of the logits. 0 always selects the most likely token (greedy).
+        top_p: probability mass of the most likely tokens to keep (nucleus sampling), in (0, 1]. 1 keeps all.
+        top_k: number of most likely tokens to keep. 0 keeps all.
+        stop_token_ids: tokens that end a response. They are part of it.
         echo: whether completions begin with the prompt's tokens after the first, and their log-probs at temperature 1.
-            Those have the ``policy_version`` of the completion, and count every token, also those never sampled.
+            These carry the ``policy_version`` of the completion, and count every token, even those never sampled.
         never_sampled: tokens that are not sampled, such as those that stand for images.
     """
 
@@ -383,32 +383,34 @@ class PaddedPrompts(TensorBatch):
 class Rollout(TensorBatch):
     """Prompts with sampled responses and their rewards.
 
+    Your losses and metrics read it. B counts responses, P prompt tokens and T response tokens.
+
     Args:
         prompt_ids: (B, P) int64, right-padded.
         prompt_lengths: (B,) int64, at least 1.
         response_ids: (B, T) int64, right-padded.
         response_lengths: (B,) int64, tokens of the response including environment tokens, at least 1.
-        response_mask: (B, T) bool, True where the policy sampled the token (the stop token included); False on
-            padding and on tokens that an environment wrote inside the response.
+        response_mask: (B, T) bool, True where the policy sampled the token (the stop token included). False on padding
+            and on tokens that an environment wrote inside the response.
         rollout_logprobs: (B, T) float32, log-probabilities of the engine at sampling time, 0 where the mask is False.
-        rewards: (B,) float32 rewards of each reward function by name; NaN where it did not apply.
-        reward: (B,) float32, weighted sum of the applicable rewards, reward units; NaN for a response without a reward.
+        rewards: (B,) float32 rewards of each reward function by name, NaN where it did not apply.
+        reward: (B,) float32, weighted sum of the applicable rewards, reward units. NaN for a response without a reward.
         group: (B,) int64, equal for responses to the same prompt of this data rank.
         truncated: (B,) bool, True where the length limit cut the response.
-        policy_version: (B, T) int64, version of the policy that sampled each token, which is the number of steps before
-            its weights were pushed; 0 where the mask is False.
-        included: (B,) bool, False for responses that only fill the batch: metrics include them, losses do not.
-        position: (B,) int64, position among the responses of all ranks, which determines the order of mini-batches.
-        temperature: temperature of the sampling distribution, by which the trainer also divides its logits.
-        source: (B,) int64, number of the source of each row's prompt among those of the data, -1 without one; None if
-            the data has none.
-        conversation: what conversations with an environment have in addition; None without an environment.
-        teacher: prompts of a teacher; None if they are those of the student.
-        images: images of the rows; None without images.
-        is_given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0
+        policy_version: (B, T) int64, version of the policy that sampled each token, counted in steps before its weights
+            were pushed. 0 where the mask is False.
+        included: (B,) bool, False for responses that only fill the batch. Metrics include them, losses do not.
+        position: (B,) int64, position among the responses of all ranks. It determines the order of mini-batches.
+        temperature: temperature of the sampling distribution. The trainer divides its logits by it too.
+        source: (B,) int64, number of the prompt's source among the sources of the data, -1 without one. None if the
+            data name no sources.
+        conversation: what conversations with an environment need in addition. None without an environment.
+        teacher: prompts of a teacher. None if it reads the student's.
+        images: images of the rows. None without images.
+        is_given: (B,) bool, True for responses from the data, which no policy sampled. Their ``rollout_logprobs`` are 0
             and their ``rewards`` NaN. None if all were sampled.
-        skipped: (B,) bool, True where a reward failed and ``on_error`` is ``skip``: whatever learns from rewards leaves
-            the response out, also if a reward model scores it. None before the rewards are known.
+        skipped: (B,) bool, True where a reward failed and ``on_error`` is ``skip``. Whatever learns from rewards leaves
+            the response out, even if a reward model scores it. None before the rewards are known.
     """
 
     prompt_ids: Tensor
@@ -570,27 +572,27 @@ class TopTokens(TensorBatch):
 
 @dataclass(frozen=True)
 class Experience(TensorBatch):
-    """A rollout with the log-probabilities, values, advantages and returns that losses need.
+    """A rollout with the log-probabilities, values, advantages and returns that your losses need.
 
     Args:
         rollout: prompts, responses and rewards.
         reward: (B,) reward of each response: the rollout's reward plus the reward model's shaped score, without the KL
             penalty.
         old_logprobs: (B, T) log-probabilities of the actor before the first update.
-        ref_logprobs: (B, T) log-probabilities of the frozen reference; equal to ``old_logprobs`` without a reference.
-        values: (B, T) values of the critic, reward units; 0 without a critic.
+        ref_logprobs: (B, T) log-probabilities of the frozen reference. Equal to ``old_logprobs`` without a reference.
+        values: (B, T) values of the critic, reward units. 0 without a critic.
         token_rewards: (B, T) reward at each token, minus the KL penalty of the token.
         advantages: (B, T) advantages, 0 where the mask is False.
         returns: (B, T) returns, 0 where the mask is False.
         mask: (B, T) bool, True for tokens in the loss: the response mask without responses that are not included and
             without tokens that a rollout correction rejected.
-        weights: (B, T) importance weights that multiply the policy loss; 1 without a correction.
-        selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch; False without selection.
-        entropies: (B, T) entropy of the actor's distribution of each token before the first update, nats; None where
+        weights: (B, T) importance weights that multiply the policy loss. 1 without a correction.
+        selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch. False without selection.
+        entropies: (B, T) entropy of the actor's distribution of each token before the first update, nats. None where
             the actor did not evaluate the responses.
-        teacher: (B, T, K) most likely tokens of a teacher, anything where the mask is False; None without them.
+        teacher: (B, T, K) most likely tokens of a teacher, anything where the mask is False. None without them.
         scale: (B,) float64 factor of each row's losses in a mini-batch of a mixture, or of the losses of the
-            environment's tokens; None for other losses.
+            environment's tokens. None for other losses.
     """
 
     rollout: Rollout

@@ -32,45 +32,51 @@ _READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")
 
 
 class RolloutLoop(RolloutSettings, Callback):
-    """Generates with the newest weights before each training step and passes the rollout to the module.
+    """Generates responses with the newest weights before each training step and passes them to the module.
+
+    Here you set what is generated, how it is rewarded, and how you validate. For example, with ``group_size`` 8 and a
+    ``batch_size`` of 32 in the data, a step trains on 256 responses.
 
     Args:
-        rewards: reward functions; may be empty if the module has a reward model. In Python, a plain function is wrapped
-            in a ``RewardFunction`` with its defaults.
-        engine: engine that generates; ``auto`` chooses vLLM if it runs here, else transformers, and logs the reason.
+        rewards: reward functions. May be empty if the module has a reward model. In Python you can pass plain
+            functions, which become a ``RewardFunction`` with its defaults.
+        engine: engine that generates. ``auto`` takes vLLM if it runs here, else transformers, and logs why.
         group_size: responses per prompt, at least 1.
         max_response_tokens: longest response, at least 1.
-        temperature: temperature of training samples, positive. Top-p and top-k are not supported: engines then report
-            probabilities over the remaining tokens, the trainer over all, so that importance ratios would be wrong.
-        val_samples: responses per prompt sampled at temperature 1 in validation, in addition to a greedy one.
-        val_metric: name of the reward that is at least 1 for correct responses, for ``val/fraction_correct_...``,
-            ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly; None without.
-        val_answer: function that returns the answer of each completion, or None for a completion without an answer; a
-            dotted path in YAML. It adds ``val/..._maj@k``, the reward of the most frequent answer of k samples.
+        temperature: temperature of training samples, positive. You cannot set top-p or top-k, because engines then
+            report probabilities over the remaining tokens and the trainer over all, so that importance ratios would be
+            wrong.
+        val_samples: responses per prompt that validation samples at temperature 1, in addition to a greedy one.
+        val_metric: name of the reward that is at least 1 for correct responses. Adds ``val/fraction_correct_...``,
+            ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly. None leaves them
+            out.
+        val_answer: function that returns the answer of each completion, or None for a completion without an answer. In
+            YAML, a dotted path. Adds ``val/..._maj@k``, the reward of the most frequent answer of k samples.
         validate_at_ends: whether to validate before the first and after the last step.
-        check_rows: number of responses of each rollout whose log-probs under engine and actor are compared after each
-            sync; 0 disables the check. With ``max_staleness``, ends of at most 16 tokens of the last responses are
-            compared for every push: the actor evaluates them at the push, the engine when it has loaded the weights,
-            unless ``unfinished`` loads the next ones before. ``rollout/logprob_diff_mean`` then also contains the
-            change of the weights in these steps.
-        max_logprob_diff: bound of that difference for 99 of 100 tokens, nats, above which the run ends; the mean over
-            all tokens must be at most a twentieth of it. None is 1e-3 in float32 on a CPU; in bfloat16 and on a GPU a
-            mean difference above 0.1 (in float32 0.0005) is logged if the engine holds the actor's weights, and ends
-            the run from 0.5 (0.05) on. Raise it for a mixture of experts, whose routers amplify rounding.
+        check_rows: responses of each rollout for which the log-probs of engine and actor are compared after each sync.
+            0 disables the check. With ``max_staleness``, the last tokens of the latest responses, at most 16 of each,
+            are compared for every push. The actor evaluates them at the push, the engine once it has loaded the
+            weights, unless ``unfinished`` loads the next weights first. ``rollout/logprob_diff_mean`` then also
+            contains the change of the weights in these steps.
+        max_logprob_diff: largest difference between engine and actor for 99 of 100 tokens, nats. Above it the run ends,
+            and also if the mean over all tokens is more than a twentieth of it. None is 1e-3 in float32 on a CPU. In
+            bfloat16 and on a GPU, None logs a mean difference above 0.1 (in float32 0.0005) if the engine holds the
+            actor's weights, and ends the run from 0.5 (0.05) on. Raise it for a mixture of experts, because its routers
+            amplify rounding.
         stop_token_ids: tokens that end a response in addition to the tokenizer's end token.
-        dynamic_sampling: replaces prompts whose responses all have the same reward; None trains on every prompt.
-        max_staleness: number of steps by which the weights that sampled a token may be older than those that the step
+        dynamic_sampling: replaces prompts if all their responses get the same reward. None trains on every prompt.
+        max_staleness: how many steps older the weights that sampled a token may be than the weights that the step
             starts from, at least 0. With 0, generation and learning take turns. With k, the engine generates the
-            responses of the next k steps while the module learns; the documentation has a page on it.
-        environment: environment that replies to the policy, so that a response is a conversation of several turns;
+            responses of the next k steps while the module learns. The documentation has a page on it.
+        environment: environment that replies to the policy, so that a response becomes a conversation of several turns.
             ``max_response_tokens`` then counts all turns and the messages between them. None: responses of one turn.
-        teacher_prompt: prompt of the teacher of a DistillationModule, such as one with worked examples: a column of the
-            data with text or messages, or a function of the same arguments as a reward function, which returns one for
-            each response; ``conversations`` contains the messages of an environment. A text is tokenized as it is;
-            messages are rendered by the chat template, with the tools of the data module but without those of a row.
-            None gives the teacher the student's prompt.
-        given_responses: prompts whose responses are those of the data, for distillation and demonstrations; None
-            samples all responses.
+        teacher_prompt: prompt for the teacher of a DistillationModule, for example one with worked examples. You give a
+            column of the data with text or messages, or a function with the same arguments as a reward function, which
+            returns one for each response. ``conversations`` contains the messages of an environment. A text is
+            tokenized as it is. Messages are rendered by the chat template, with the tools of the data module but
+            without the tools of a row. None gives the teacher the student's prompt.
+        given_responses: prompts with responses from the data, for distillation and demonstrations. None samples all
+            responses.
     """
 
     provides_rollouts = True

@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class HealthChecks(Callback):
-    """Warns once for each health check that fails, with the number, its bound and the next action.
+    """Warns once for each health check that fails, with the number, its bound and what you can do next.
 
-    The checks are in :mod:`lightning_rlhf.callbacks.records.health_monitor`. A resumed run reads ``metrics.csv``, if
-    there is one, and does not repeat its warnings. The file ``health_settings.json`` has the names of the checked
-    rewards and of the checks that do not apply, and ``health_bounds`` of the callbacks, for the report.
+    You find the checks in :mod:`lightning_rlhf.callbacks.records.health_monitor`. A resumed run reads ``metrics.csv``,
+    if there is one, and does not repeat its warnings. The report reads the file ``health_settings.json``. It contains
+    the names of the checked rewards, the names of the checks that do not apply, and ``health_bounds`` of the callbacks.
     """
 
     def __init__(self) -> None:

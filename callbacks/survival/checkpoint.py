@@ -32,33 +32,36 @@ _NO_CHECKPOINT = "%s has no last.ckpt yet: training starts from the beginning."
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Saves ``checkpoints/last.ckpt`` every n steps; with a metric, ``checkpoints/best.ckpt``, beside it.
+    """Saves ``checkpoints/last.ckpt`` every n steps, or ``checkpoints/best.ckpt`` if you name a metric.
 
-    With a role strategy these are folders, which any role strategy on any number of processes can resume from. Steps
-    are the Trainer's ``global_step``, one per training batch; the last step is always saved. Resume with
-    ``--ckpt_path last``, or from the best with its path. ``last`` without a checkpoint or a copy starts from the
-    beginning; the directory of an earlier run without a finished save is then renamed. It is an error if the checkpoint
-    has no manifest, or if there are only other checkpoints, such as the best.
+    If you configure none that saves the last checkpoint, you get one with the defaults. Add another with ``best`` to
+    keep the best model beside it.
 
-    A version of a checkpoint becomes the current one only when it is complete and synced to disk; the next run or save
-    removes the files of an interrupted one. Tied weights are written once. Where a strategy computes in bfloat16 and
-    keeps float32 weights in the optimizer, those are written. DeepSpeed's Adam can resume from AdamW's state.
+    The last step is always saved. Steps are the Trainer's ``global_step``, one per training batch. With a role
+    strategy, checkpoints are folders, and any role strategy on any number of processes can resume from them. Resume
+    with ``--ckpt_path last``, or with the path of the best checkpoint. If there is neither a last checkpoint nor a
+    copy, ``last`` starts from the beginning. If an earlier run never finished a save, its directory is renamed then.
+    You get an error if the checkpoint lacks its manifest, or if there are only other checkpoints, such as the best.
 
-    A run without one that saves the last checkpoint has one with the defaults.
+    A version of a checkpoint becomes the current one only when it is complete and synced to disk. If a save is
+    interrupted, the next run or save removes its files. Tied weights are written once. If a strategy computes in
+    bfloat16 and keeps float32 weights in the optimizer, you get the float32 weights. DeepSpeed's Adam can resume from
+    AdamW's state.
 
     Args:
         every_n_steps: steps between two saves of the last checkpoint, at least 1.
-        best: metric by which the best validation is saved, such as ``val/fraction_correct_greedy``; None: the last one.
-        mode: whether the largest or the smallest value is best; None follows the metric: losses, errors and KL are best
-            when they are smallest, rewards and accuracies when they are largest. Other metrics need it.
-        every_n_minutes: longest time between two saves of the last checkpoint, minutes, positive; None has no limit. A
-            save that is due by time alone needs room on the disk, else it is left out and logged.
-        keep_last: number of versions of the last checkpoint, at least 1; resume from an earlier one with its path,
+        best: metric that decides which validation is best, such as ``val/fraction_correct_greedy``. Its checkpoint is
+            saved. None saves the last one.
+        mode: whether the largest or the smallest value is best. None follows the metric: smallest for losses, errors
+            and KL, largest for rewards and accuracies. For any other metric you must set it.
+        every_n_minutes: longest time between two saves of the last checkpoint, minutes, positive. None sets no limit.
+            If a save is due by time alone and the disk has no room, it is left out and logged.
+        keep_last: versions of the last checkpoint to keep, at least 1. You resume from an earlier one with its path,
             ``checkpoints/last.ckpt/v000006``.
-        copy_to: URL of a folder that fsspec can write, such as ``s3://bucket/run``, to which each finished checkpoint
-            is copied; ``--ckpt_path last`` uses the copy if the run directory has no checkpoint. None makes no copy.
-        background: whether to copy trained roles and optimizers to host memory and write them while training continues;
-            False writes without a copy while training waits, as after a signal that ends the run.
+        copy_to: URL of a folder that fsspec can write, such as ``s3://bucket/run``. Each finished checkpoint is copied
+            there. ``--ckpt_path last`` uses the copy if the run directory has no checkpoint. None makes no copy.
+        background: whether to copy trained roles and optimizers to host memory and write them while training continues.
+            With False, training waits while they are written without a copy, as after a signal that ends the run.
     """
 
     def __init__(

@@ -32,14 +32,14 @@ _SAME_SECONDS = 1.0  # signals within this time count as one: schedulers and the
 class GracefulShutdown(Callback):
     """Saves a checkpoint and ends the run on SIGTERM, on Ctrl-C, and before the time limit of a SLURM job.
 
-    In a single process, a signal during generation, scoring or validation ends the run immediately, with a checkpoint
-    of the last finished step. During an update, and with several ranks, the run ends after the step, which is the same
-    on all ranks. The exit code is 143 after SIGTERM and 130 after Ctrl-C. A second signal, at least one second later,
-    ends the process immediately.
+    If you run a single process, a signal during generation, scoring or validation ends it immediately, with a
+    checkpoint of the last finished step. During an update, and with several ranks, the run first finishes the step, so
+    that all ranks end after the same one. The exit code is 143 after SIGTERM and 130 after Ctrl-C. Send a second
+    signal, at least one second later, to end the process immediately.
 
-    Kubernetes sends SIGTERM 30 seconds before SIGKILL, SLURM does so 30 seconds before the end of a preempted job
-    (``KillWait``). A process that still runs at the end of the grace period, because a step or an engine takes longer,
-    exits with the same code; its last checkpoint remains.
+    Kubernetes sends SIGTERM 30 seconds before SIGKILL. SLURM does so 30 seconds before the end of a preempted job
+    (``KillWait``). If your process still runs at the end of the grace period, because a step or an engine takes longer,
+    it exits with the same code, and its last checkpoint remains.
 
     If an engine or a reward function fails between two steps, a single process also saves the last finished step.
 

@@ -83,45 +83,45 @@ class _FirstImage(Exception):
 
 
 class RowsDataModule(LightningDataModule):
-    """Reads rows, tokenizes them once, and serves batches whose order and position a checkpoint restores.
+    """Reads your rows, tokenizes them once, and serves batches in an order and position that a checkpoint restores.
 
     Args:
-        train: training data: JSON lines, JSON, CSV or parquet file, a directory or pattern of those, a URL, a hub id, a
-            row source, or a list of any of these. What looks like a path (it begins with ``.``, ``/``, ``~`` or an
-            existing directory, or has two slashes) is never requested from the hub. Of a directory, hidden files and
-            descriptions such as ``dataset_info.json`` are left out, and files of several splits are an error. CSV
-            values are text, which becomes numbers in numeric fields (``margin``, ``label``, a sampler's column). A null
-            within a value of Parquet, Arrow or the hub is left out, so that a tool call has its own arguments and not
-            those of all others; in JSON lines it stays.
-        val: validation data, as for ``train``; None trains without validation.
+        train: training data. You can give a JSON lines, JSON, CSV or parquet file, a directory or pattern of those, a
+            URL, a hub id, a row source, or a list of any of these. What looks like a path (it begins with ``.``, ``/``,
+            ``~`` or an existing directory, or contains two slashes) is never requested from the hub. Of a directory,
+            hidden files and descriptions such as ``dataset_info.json`` are left out, and files of several splits are an
+            error. CSV values are text, which becomes numbers in numeric fields (``margin``, ``label``, a sampler's
+            column). A null within a value of Parquet, Arrow or the hub is left out, so that a tool call gets its own
+            arguments and not all others' too. In JSON lines it stays.
+        val: validation data, as for ``train``. None trains without validation.
         tokenizer: directory, hub id or tokenizer source.
         batch_size: rows per training batch, over all ranks.
-        val_batch_size: rows per validation batch, over all ranks; None uses ``batch_size``.
-        columns: column of each field, for unknown or ambiguous column names: ``{prompt: question}``; dots separate the
-            keys of nested values: ``{ground_truth: extra_info.answer}``. Tools beside nested messages are read, too:
-            ``{prompt: input.messages}`` finds ``input.tools``. Null leaves a column out: ``{system: null}``.
-        split_after: marker that ends the prompt in columns that contain prompt and answer in one text; its last
+        val_batch_size: rows per validation batch, over all ranks. None uses ``batch_size``.
+        columns: column of each field, for unknown or ambiguous column names, such as ``{prompt: question}``. Dots
+            separate the keys of nested values: ``{ground_truth: extra_info.answer}``. Tools beside nested messages are
+            read too: ``{prompt: input.messages}`` finds ``input.tools``. Null leaves a column out: ``{system: null}``.
+        split_after: marker that ends the prompt in columns that contain prompt and answer in one text. Its last
             occurrence counts.
-        max_tokens: largest number of tokens of a prompt with its answer.
-        too_long: treatment of longer rows: ``bad_row`` counts them as bad rows, ``drop`` skips and counts them, and
-            ``cut_start``, ``cut_end`` and ``cut_middle`` remove tokens and count them as cut; a cut that leaves no
+        max_tokens: most tokens of a prompt with its answer.
+        too_long: what happens to longer rows. ``bad_row`` counts them as bad rows, and ``drop`` skips and counts them.
+            ``cut_start``, ``cut_end`` and ``cut_middle`` remove tokens and count the rows as cut. A cut that leaves no
             token of an answer makes a bad row.
-        on_bad_row: ``error`` stops and reports the first bad rows; ``skip`` skips and counts them.
+        on_bad_row: ``error`` stops and reports the first bad rows, ``skip`` skips and counts them.
         bad_rows: file for all unused rows, with location and reason, as JSON lines.
         shuffle: False keeps the order of the data.
-        sampler: sampler that sets the order of each epoch; overrides ``shuffle``.
-        chat_template_kwargs: variables of the chat template, such as ``enable_thinking``; a row's column of this name
-            has priority.
-        as_messages: conversion of text to messages, for a chat model: True converts a prompt to a user message and an
-            answer to an assistant message. For texts that contain a whole conversation, the marker at the start of each
-            role's messages: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
-        tools: functions that the chat template describes as tools in rows without a column ``tools``: references
+        sampler: sets the order of each epoch, and overrides ``shuffle``.
+        chat_template_kwargs: variables of the chat template, such as ``enable_thinking``. A row's column of this name
+            takes priority.
+        as_messages: how text becomes messages, for a chat model. True makes a prompt a user message and an answer an
+            assistant message. If your texts contain a whole conversation, give the marker at the start of each role's
+            messages: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
+        tools: functions that the chat template describes as tools in rows without a column ``tools``, as references
             ``file.py:name`` or ``module:name``.
         roles: further names of roles in messages, with the role of each: system, developer, user, assistant or tool.
             Names of common formats are known, such as ``human`` and ``observation``.
-        images: folder and limits of the rows' images; None is the directory of the data file. Rows contain
-            them in the parts of messages (``{type: image, image: ...}``), or in a column ``images``, whose places are
-            parts without an image or ``<image>`` in texts. The tokenizer must be that of a vision-language model.
+        images: folder and limits of the rows' images. None takes the directory of the data file. Rows contain images in
+            the parts of messages (``{type: image, image: ...}``), or in a column ``images``. The places of the latter
+            are parts without an image or ``<image>`` in texts. You then need the tokenizer of a vision-language model.
     """
 
     field_candidates: ClassVar[tuple[FieldCandidates, ...]]
@@ -185,7 +185,7 @@ class RowsDataModule(LightningDataModule):
 
     @abstractmethod
     def count_tokens(self, example: Any) -> int:
-        """Count the tokens of an example, by which batches are balanced over ranks."""
+        """Count the tokens of an example. Batches are balanced over ranks by this number."""
 
     @abstractmethod
     def collate(self, examples: list[Any], numbers: list[int], positions: list[int], epoch: int) -> Any:
@@ -274,7 +274,7 @@ class RowsDataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """Return a loader of this rank's part of each validation batch; an empty list without validation data."""
+        """Return a loader of this rank's part of each validation batch, or an empty list without validation data."""
         if "val" not in self.examples:
             return []
         rows = self.examples["val"]
@@ -348,8 +348,8 @@ class RowsDataModule(LightningDataModule):
         Args:
             fields: fields of the row.
             name: name of the field.
-            label: name of the messages in error messages.
-            is_answer: whether the messages are an answer, whose prompt has the images.
+            label: what error messages call these messages.
+            is_answer: whether the messages are an answer. Their images then belong to the prompt.
 
         Raises:
             BadRow: the value is not a list of messages, or an image cannot be used.
@@ -409,7 +409,7 @@ class RowsDataModule(LightningDataModule):
 
     @staticmethod
     def check_plain_text(fields: Fields) -> None:
-        """Check that a row whose prompt is plain text has no columns that only a chat template can write.
+        """Check that a row with a plain-text prompt has no columns that only a chat template can write.
 
         Raises:
             BadRow: it has one.
@@ -425,7 +425,7 @@ class RowsDataModule(LightningDataModule):
                 )
 
     def without_images(self, text: str) -> str:
-        """Return a text that has no images.
+        """Return a text, after checking that it contains no image.
 
         Raises:
             BadRow: the text contains the placeholder of an image.
@@ -442,7 +442,7 @@ class RowsDataModule(LightningDataModule):
         return PromptText(text, unexpanded, messages, images, chat.tools or ())
 
     def note(self, *sentences: str) -> None:
-        """Record sentences about the current row, which are counted over all rows."""
+        """Record sentences about the current row. They are counted over all rows."""
         self._notes.others.update(sentences)
 
     def _read_image(self, value: Any) -> EncodedImage:
@@ -466,7 +466,7 @@ class RowsDataModule(LightningDataModule):
         return self.image_store
 
     def number_images(self, images: Sequence[EncodedImage]) -> tuple[int, ...]:
-        """Return the numbers of a text's images among those of the data."""
+        """Return the number of each image of a text, among all images of the data."""
         return self._store.add(images) if images else ()
 
     def chat(self, fields: Fields) -> Chat:
@@ -476,14 +476,15 @@ class RowsDataModule(LightningDataModule):
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens at which answers end: the tokenizer's end token, then those of the model beside the tokenizer."""
+        """Tokens at which answers end: the tokenizer's end token, then the model's from its generation settings."""
         return end_tokens_of(self.tokenizer, self.tokenizer_source)
 
     def end_token_warning(self, further: Sequence[int] = ()) -> str:
         """Return a warning if the chat template ends messages with a token at which responses do not end.
 
         Args:
-            further: tokens that end a response, in addition to those of the tokenizer and the model beside it.
+            further: tokens that end a response, in addition to the end tokens of the tokenizer and of the model beside
+                it.
         """
         end = Chat(self.tokenizer, self.tools, self.chat_template_kwargs).end_of_turn()
         ends = (*self.end_tokens, *further)
@@ -497,7 +498,7 @@ class RowsDataModule(LightningDataModule):
         )
 
     def end_token_remedy(self, end: int) -> str:
-        """Return what makes responses end at a token."""
+        """Return what you can set so that responses end at a token."""
         return (
             f"set another eos_token in the tokenizer, or eos_token_id: [{self.end_tokens[0]}, {end}] in the model's "
             f"generation_config.json"
@@ -510,7 +511,7 @@ class RowsDataModule(LightningDataModule):
 
     @property
     def date_warning(self) -> str:
-        """Warning about a chat template that writes today's date into messages; empty if it does not."""
+        """Warning about a chat template that writes today's date into messages, empty if it does not."""
         chat = Chat(self.tokenizer, self.tools, self.chat_template_kwargs)
         if not any(report.has_messages for report in self.reports.values()) or not chat.writes_date():
             return ""
@@ -524,7 +525,7 @@ class RowsDataModule(LightningDataModule):
 
     @property
     def ignored_tools(self) -> str:
-        """Warning about ``tools`` that the chat template does not render; empty if it renders them."""
+        """Warning about ``tools`` that the chat template does not render, empty if it renders them."""
         if not self.tools:
             return ""
         probe = [{"role": "user", "content": "question"}]
@@ -556,14 +557,14 @@ class RowsDataModule(LightningDataModule):
         return self.without_images(head + marker), tail
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokenize a text without special tokens; record the parts of it that the tokenizer does not know."""
+        """Tokenize a text without special tokens, and record the parts that the tokenizer does not know."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if self.tokenizer.unk_token_id in ids:
             self.note_unknown(text)
         return ids
 
     def note_unknown(self, text: str) -> None:
-        """Record the parts of a text of the current row that the tokenizer does not know."""
+        """Record the parts of the current row's text that the tokenizer does not know."""
         self._notes.unknown.update(unknown_parts(self.tokenizer, text))
 
     def excess(self, tokens: int, label: str, has_images: bool = False) -> int:
@@ -571,8 +572,8 @@ class RowsDataModule(LightningDataModule):
 
         Args:
             tokens: number of tokens of the text.
-            label: name of the text in error messages.
-            has_images: whether the text has images, whose tokens cannot be cut.
+            label: what error messages call the text.
+            has_images: whether the text contains images. Their tokens cannot be cut.
 
         Raises:
             BadRow: the text is too long, and ``too_long`` is not a cut or the text has images.
@@ -595,5 +596,5 @@ class RowsDataModule(LightningDataModule):
         return ids
 
     def count_cut(self, label: str) -> None:
-        """Record the cut of the current row; it is counted once, and only if the row is used."""
+        """Record the cut of the current row. It is counted once, and only if the row is used."""
         self._notes.cut = f"{label} to {self.max_tokens} tokens ({self.too_long})"

@@ -9,20 +9,21 @@ from lightning_rlhf.types import SequenceBatch
 
 
 class ConversationDataModule(AnswersDataModule):
-    """Rows with ``prompt`` and ``completion``, whole conversations in ``messages`` or ``conversations``, or a ``text``.
+    """Reads rows with ``prompt`` and ``completion``, conversations in ``messages`` or ``conversations``, or a ``text``.
 
-    The loss covers the completion and its end token, all messages of the assistant in a conversation, or all tokens of
-    a text except the first, and its end token. The end token is added to completions and texts that do not end with it,
-    except after ``cut_end``; no token is added at the beginning. With ``split_after``, the ``completion`` or the
-    ``text`` column contains prompt and answer (``columns: {completion: chosen}`` reads preference data), unless the row
-    has a ``prompt`` column.
+    Use it for SFT. The loss covers the completion and its end token, all messages of the assistant in a conversation,
+    or all tokens of a text except the first, and its end token. If a completion or text does not end with the end
+    token, it is added, except after ``cut_end``. No token is added at the beginning.
 
-    If the chat template has ``{% generation %}`` marks, transformers builds the mask from them, which ends with a
-    turn's end token. With other templates, the conversation is rendered up to each turn and before it, and the
-    difference is the turn's text. The text after the last answer is removed; if the template writes no end token
-    there, one is added. A template that renders a turn differently when more messages follow makes one text of each
-    turn, of at most ``max_tokens`` each; their common beginning is computed once where texts are packed. See
-    :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    Set ``split_after`` if the ``completion`` or the ``text`` column contains prompt and answer. For example,
+    ``columns: {completion: chosen}`` reads preference data. It does not apply to rows with a ``prompt`` column.
+
+    If your chat template contains ``{% generation %}`` marks, transformers builds the mask from them, and it ends with
+    a turn's end token. With other templates, the conversation is rendered up to each turn and before it, and the
+    difference is the turn's text. The text after the last answer is removed. If the template writes no end token there,
+    one is added. Some templates render a turn differently when more messages follow. Each turn then becomes a text of
+    its own, of at most ``max_tokens``. Their common beginning is computed once if texts are packed. For the arguments,
+    see :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     batch_type = SequenceBatch

@@ -18,12 +18,13 @@ _Pair = tuple[MaskedText, MaskedText, float]
 
 
 class PreferenceDataModule(AnswersDataModule):
-    """Rows with ``chosen`` and ``rejected``, and ``prompt`` unless both hold the whole conversation.
+    """Reads rows with ``chosen`` and ``rejected``, and ``prompt`` unless both hold the whole conversation.
 
-    Each is text or messages. The messages at the start that both conversations share are the prompt. A ``prompt`` of
-    messages is not added if both conversations already begin with it. An optional number in ``margin`` is the
-    difference in quality between the answers. ``too_long: cut_end`` cuts the end of each text; the other cuts shorten
-    the shared prompt. See :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    Use it for DPO and reward models. Each column is text or messages. The messages at the start that both conversations
+    share are the prompt. If you give a ``prompt`` of messages and both conversations already begin with it, it is not
+    added again. An optional number in ``margin`` is the difference in quality between the answers.
+    ``too_long: cut_end`` cuts the end of each text. The other cuts shorten the shared prompt. For the arguments, see
+    :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     batch_type = PreferenceBatch

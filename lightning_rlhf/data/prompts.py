@@ -27,14 +27,15 @@ def correct_answer(columns: Mapping[str, Any]) -> str | None:
 
 
 class PromptDataModule(RowsDataModule):
-    """Rows with a ``prompt`` (text or messages), or a conversation whose last answer is removed.
+    """Reads rows with a ``prompt`` (text or messages), or with a conversation, and then removes its last answer.
 
-    All further columns are passed to the reward functions. Columns known to contain the correct answer, the source or
-    other information are also passed as ``ground_truth``, ``data_source`` and ``extra_info``, and the images of a
-    prompt as ``images``. Preference data without a prompt column also work: the prompt is the part of the ``chosen``
-    text up to ``split_after``, or the messages that ``chosen`` and ``rejected`` share. ``max_tokens`` limits the
-    prompt.
-    See :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    Use it for RL and distillation, where the policy writes the answers. All further columns are passed to your reward
+    functions. If a column is known to contain the correct answer, the source or other information, it is also passed as
+    ``ground_truth``, ``data_source`` or ``extra_info``, and the images of a prompt as ``images``.
+
+    You can also use preference data without a prompt column. The prompt is then the part of the ``chosen`` text up to
+    ``split_after``, or the messages that ``chosen`` and ``rejected`` share. ``max_tokens`` limits the prompt. For the
+    arguments, see :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     batch_type = PromptBatch

@@ -148,12 +148,12 @@ class ConcatenatedRows:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hugging Face hub, read by ``datasets``; no code from the hub is run.
+    """Reads a dataset of the Hugging Face hub with ``datasets``. No code from the hub is run.
 
     Args:
         path: hub id.
         name: configuration of the dataset.
-        split: split of the dataset.
+        split: part to read, such as ``train`` or ``test``.
         revision: branch, tag or commit.
     """
 

@@ -17,9 +17,9 @@ from lightning_rlhf.functional.seeding import derive_seed
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Protocol of an object that orders the rows of an epoch; set it in YAML by ``class_path``.
+    """Protocol of an object that orders the rows of an epoch. In YAML, you set it by ``class_path``.
 
-    The order must depend only on the arguments of :meth:`order`, so that a run resumed in the middle of an epoch
+    Your order must depend only on the arguments of :meth:`order`, so that a run resumed in the middle of an epoch
     continues in the same order.
     """
 
@@ -27,7 +27,7 @@ class Sampler(Protocol):
         """Return the value of a row that :meth:`order` needs, or raise :class:`BadRow`."""
 
     def order(self, keys: Sequence[Any], lengths: Sequence[int], seed: int, epoch: int) -> Sequence[int]:
-        """Return the row numbers of an epoch, the same number of rows in every epoch.
+        """Return the row numbers of an epoch. Every epoch must contain the same number of rows.
 
         Args:
             keys: keys of all rows.

@@ -35,7 +35,7 @@ _TURNS = (
 
 @runtime_checkable
 class TokenizerSource(Protocol):
-    """Protocol of an object that creates a tokenizer; set it in YAML by ``class_path``."""
+    """Protocol of an object that creates a tokenizer. In YAML, you set it by ``class_path``."""
 
     def load(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer."""
@@ -43,13 +43,13 @@ class TokenizerSource(Protocol):
 
 @dataclass(frozen=True)
 class CharacterTokenizer:
-    """A tokenizer with one token per character.
+    """A tokenizer with one token per character, for small models that you train from scratch.
 
     Args:
-        characters: unique characters of the vocabulary; other characters become ``<unk>``. Their ids follow those of
-            the special tokens: pad 0, begin 1, end 2, unknown 3.
-        chat: whether the tokenizer has a chat template, of the texts of all messages, and an end token after each of
-            the assistant's.
+        characters: unique characters of the vocabulary. Other characters become ``<unk>``. Their ids follow the special
+            tokens: pad 0, begin 1, end 2, unknown 3.
+        chat: whether the tokenizer gets a chat template, which writes the texts of all messages, and an end token after
+            each message of the assistant.
     """
 
     characters: str

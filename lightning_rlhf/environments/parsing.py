@@ -28,7 +28,7 @@ class ParsedTurn:
 
 
 class ToolCallParser(ABC):
-    """Base class of parsers."""
+    """Base class of parsers. A parser finds the tool calls in the text of a turn."""
 
     @abstractmethod
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
@@ -51,8 +51,8 @@ class ToolCallParser(ABC):
         """
 
     def example(self, call: ToolCall) -> str | None:
-        """Return the text of a turn with one call, for ``check-data``; None if the parser cannot write its format."""
+        """Return the text of a turn with one call, for ``check-data``, or None if the parser cannot write calls."""
         return None
 
     def close(self) -> None:  # noqa: B027 (most parsers have nothing to release)
-        """Release resources; the parser can be used again."""
+        """Release resources. You can use the parser again."""

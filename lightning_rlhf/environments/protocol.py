@@ -34,7 +34,7 @@ _EXPECTED = {
 
 
 class ToolError(Exception):
-    """Error that a tool raises for a mistake of the policy, which then receives its text as the tool's result."""
+    """Raise it in a tool for a mistake of the policy, which then receives your text as the tool's result."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ToolCall:
 
     Args:
         name: name of the tool.
-        arguments: arguments by name.
+        arguments: values by argument name.
         id: identifier of the call, if the policy wrote one.
     """
 
@@ -54,12 +54,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the policy. A turn that a limit cut is passed to ``finish`` only, because it ends the conversation.
+    """A turn of the policy. If a limit cut it, only ``finish`` gets it, because it ends the conversation.
 
     Args:
-        text: text of the turn, without special tokens and without tool calls.
+        text: text without special tokens and without tool calls.
         calls: tool calls, in order.
-        malformed: description of the first tool call that could not be parsed; None without one.
+        malformed: description of the first tool call that could not be parsed. None if all could.
         number: index of the turn in the conversation, from 0.
         raw: text with special tokens and tool calls.
     """
@@ -73,15 +73,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reply:
-    """Reply of an environment.
+    """What an environment answers to a turn.
 
     Args:
-        messages: messages that the policy reads next; a text is a single message, from a tool if the turn called one,
-            otherwise from the user. The content of a message is a text, or a list of texts and images of Pillow.
-            An empty text is a message without content. Ignored if ``done``.
-        reward: reward of the turn, or of the start for a reply of ``reset``; finite.
+        messages: messages that the policy reads next. A text is a single message, from a tool if the turn called one,
+            otherwise from the user. The content of a message is a text, or a list of texts and images of Pillow. An
+            empty text is a message without content. Ignored if ``done``.
+        reward: reward of the turn, or of the start for a reply of ``reset``, finite.
         done: whether the conversation ends.
-        metrics: numbers to log, by name; their means over conversations are logged as ``env/<name>``.
+        metrics: numbers to log, by name. You find their means over conversations as ``env/<name>``.
     """
 
     messages: str | Sequence[Message] = ""
@@ -91,21 +91,22 @@ class Reply:
 
 
 class Environment:
-    """Base class of environments; a class with these methods need not inherit from it.
+    """Base class of environments. Your class needs its methods, but need not inherit from it.
 
-    There is a new object for each conversation. Its replies must depend only on the row, the seed and the turns, so
-    that a conversation can be repeated. Any method may be ``async``, and may leave out arguments that it does not use;
-    ``step`` may also have ``text`` or ``calls`` instead of ``turn``.
+    Each conversation gets a new object. Its replies must depend only on the row, the seed and the turns, so that a
+    conversation can be repeated. You can make any method ``async``, and leave out arguments that you do not use.
+    ``step`` may take ``text`` or ``calls`` instead of ``turn``.
     """
 
     def reset(self, *arguments: Any, **named: Any) -> Any:
         """Start a conversation: ``reset(self, row, seed)``.
 
         ``row`` contains the columns of the prompt's row, with its text as ``prompt`` and its chat messages, if any, as
-        ``messages``. ``seed`` is in [0, 2**63); the responses to a prompt in a step have the same.
+        ``messages``. ``seed`` is in [0, 2**63). All responses to a prompt in a step get the same ``seed``, so you
+        compare them in the same environment.
 
         Returns:
-            ``Reply``, text or None: messages that are appended to the prompt; None leaves the prompt as it is.
+            ``Reply`` or text with messages that are appended to the prompt. None leaves the prompt as it is.
         """
         return None
 
@@ -118,12 +119,12 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} has no step()")
 
     def finish(self, *arguments: Any, **named: Any) -> Any:
-        """Return the reward of a conversation that a limit has ended: ``finish(self, stop, turn)``.
+        """Return the reward of a conversation that a limit ended: ``finish(self, stop, turn)``.
 
-        It is called once, before ``close``, if neither ``step`` nor an error has ended the conversation. ``stop`` is
-        ``max_turns``, ``truncated`` (a limit cut the last turn), ``tokens`` (none is left for another turn),
-        ``images`` (a reply had more than ``max_images`` allows) or ``malformed`` (the turn cannot be rendered in the
-        chat template). ``turn``, or ``text``, is the last turn; a turn that was cut was never passed to ``step``.
+        It is called once, before ``close``, if neither ``step`` nor an error ended the conversation. ``stop`` tells you
+        why: ``max_turns``, ``truncated`` (a limit cut the last turn), ``tokens`` (none is left for another turn),
+        ``images`` (a reply contained more than ``max_images`` allows) or ``malformed`` (the turn cannot be rendered in
+        the chat template). ``turn``, or ``text``, is the last turn. If it was cut, it was never passed to ``step``.
 
         Returns:
             Number, which is added to the reward of the last turn, ``Reply`` with reward and metrics, or None.
@@ -131,24 +132,25 @@ class Environment:
         return None
 
     def close(self) -> Any:
-        """Release resources; called once, also after an error."""
+        """Release resources. It is called once, even after an error."""
 
 
 class Agent:
-    """Base class of agents, which ask for turns of the policy themselves, through OpenAI's chat API.
+    """Base class of agents. An agent asks for turns of the policy itself, through OpenAI's chat API.
 
-    A class with this method need not inherit from it. There is a new object for each conversation. The method may be
-    ``async``, so that the agents share an event loop, and may leave out arguments that it does not use.
+    Use it if your code already drives the conversation. Your class needs its method, but need not inherit from it. Each
+    conversation gets a new object. You can make the method ``async``, so that the agents share an event loop, and leave
+    out arguments that you do not use.
     """
 
     def run(self, *arguments: Any, **named: Any) -> Any:
         """Run until the task is done, with turns from the policy: ``run(self, base_url, api_key, row, seed)``.
 
-        ``base_url`` is the address for OpenAI's client, such as ``http://127.0.0.1:40001/v1``, ``api_key`` the key of
-        this conversation, and the model is ``policy``. ``row`` and ``seed`` are those of :meth:`Environment.reset`.
+        Pass ``base_url`` to OpenAI's client, for example ``http://127.0.0.1:40001/v1``, and ``api_key`` as the key of
+        this conversation. The model is ``policy``. You get ``row`` and ``seed`` as in :meth:`Environment.reset`.
 
         Returns:
-            ``Reply`` with reward and metrics, or the reward, which belongs to the last turn; None is a reward of 0.
+            ``Reply`` with reward and metrics, or the reward, which belongs to the last turn. None is a reward of 0.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run()")
 

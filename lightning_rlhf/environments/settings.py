@@ -31,35 +31,36 @@ _OF_AGENTS = {"run": ("base_url", "api_key", "row", "seed")}
 
 @dataclass(frozen=True)
 class EnvironmentSettings:
-    """An environment that replies to the policy, and the limits of a conversation; see docs/environments.md.
+    """Sets the environment that replies to your policy, and the limits of a conversation (see docs/environments.md).
 
-    A failure is an exception of the environment, a value that is not a reply, a call that takes longer than
-    ``timeout_s``, or the end of its process.
+    A call fails if the environment raises an exception, returns a value that is not a reply, takes longer than
+    ``timeout_s``, or if its process ends. ``on_error`` decides what happens then.
 
     Args:
         factory: class of the environment, or function that returns one, or its reference ``file.py:name`` or
-            ``module:name``. Every conversation has a new object.
+            ``module:name``. Every conversation gets a new object.
         arguments: keyword arguments of the factory.
-        parser: parser of tool calls; None passes turns on as text.
-        bridge: tokens of the environment's messages: ``template`` uses the chat template, ``plain`` only the text,
-            ``renderers`` the package renderers, which looks at the turn itself, for example at whether it ends with a
-            call. Gemma 4 with tools needs it, because its template writes the results of tools into the turn before.
-        renderer: renderer of that package, such as ``qwen3``; None is that of the model's name, if it is known.
-        max_turns: largest number of turns of the policy, at least 1.
-        max_turn_tokens: most tokens of one turn; None is limited by ``max_response_tokens`` of the loop, which counts
+        parser: parser of tool calls. None passes turns on as text.
+        bridge: how messages of the environment become tokens. ``template`` uses the chat template, ``plain`` only the
+            text. ``renderers`` uses the package renderers, which looks at the turn itself, for example at whether it
+            ends with a call. Gemma 4 with tools needs it, because its template writes the results of tools into the
+            turn before.
+        renderer: renderer of that package, such as ``qwen3``. None finds it by the model's name, if that is known.
+        max_turns: most turns of the policy, at least 1.
+        max_turn_tokens: most tokens of one turn. None is limited by ``max_response_tokens`` of the loop, which counts
             all turns and the messages between them.
-        max_message_tokens: most tokens of one message of the environment; longer ones are cut in the middle. None does
+        max_message_tokens: most tokens of one message of the environment. Longer ones are cut in the middle. None does
             not cut.
-        max_images: most images in the environment's messages of one conversation; 0 for messages of text only. Each has
-            at most 16,777,216 pixels and 33,554,432 bytes, and its tokens count in ``max_response_tokens``. The chat
-            template must render images in messages of the user, or of tools where the environment has some, which is
+        max_images: most images in the environment's messages of one conversation, 0 for messages of text only. Each may
+            be up to 16,777,216 pixels and 33,554,432 bytes, and its tokens count in ``max_response_tokens``. The chat
+            template must render images in messages of the user, or of tools if the environment offers some. This is
             checked before the engine starts.
-        weight: factor of the environment's rewards in the sum of all rewards; 0 only logs them.
+        weight: factor of the environment's rewards in the sum of all rewards. 0 only logs them.
         timeout_s: time limit of one call of the environment, seconds, positive. The environment runs in worker
-            processes, which can be killed; one with ``async`` methods is cancelled instead. None: no limit, in threads
+            processes, which can be killed. One with ``async`` methods is cancelled instead. None: no limit, in threads
             of the trainer's process.
-        concurrency: largest number of calls at the same time, and of worker processes, at least 1.
-        on_error: action at a failure: ``raise`` ends the run, ``skip`` does not train on the conversation, ``zero``
+        concurrency: most calls at the same time, and most worker processes, at least 1.
+        on_error: action at a failure. ``raise`` ends the run, ``skip`` does not train on the conversation, ``zero``
             sets its reward to 0, ``end`` keeps the rewards of the turns before.
         max_error_rate: largest fraction of the conversations of a rollout, in [0, 1], that may fail without ending the
             run.

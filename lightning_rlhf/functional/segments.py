@@ -14,7 +14,7 @@ def segment_sum(values: Shaped[Tensor, "N ..."], segment: Int[Tensor, "N"]) -> F
     """For each row, the sum over all rows of its segment.
 
     Args:
-        values: finite.
+        values: finite numbers to add.
         segment: equal for rows of the same segment, in any order.
     """
     _, index = torch.unique(segment, return_inverse=True)
@@ -37,15 +37,15 @@ def segment_max(values: Real[Tensor, "N"], segment: Int[Tensor, "N"]) -> Float64
 def segment_centered(
     values: Real[Tensor, "N"], segment: Int[Tensor, "N"], weights: Shaped[Tensor, "N"]
 ) -> Float64[Tensor, "N"]:
-    """Values less the weighted mean of their segment; 0 where the weight is 0.
+    """Values minus the weighted mean of their segment, and 0 where the weight is 0.
 
-    Exactly 0 where all values of a segment are equal: values are measured from the smallest one, because the mean
-    of equal values has a rounding error, which would otherwise count as spread.
+    If all values of a segment are equal, you get exactly 0. The mean of equal values contains a rounding error, which
+    would otherwise count as spread, so values are measured from the smallest one.
 
     Args:
         values: may be anything where the weight is 0.
         segment: equal for rows of the same segment, in any order.
-        weights: at least 0; a bool mask of the rows that count.
+        weights: at least 0, or a bool mask of the rows that count.
     """
     values, outside = values.double(), weights == 0
     smallest = -segment_max(-values.masked_fill(outside, math.inf), segment)
@@ -57,7 +57,7 @@ def segment_centered(
 def segment_std(
     values: Real[Tensor, "N"], segment: Int[Tensor, "N"], member: Bool[Tensor, "N"]
 ) -> Float64[Tensor, "N"]:
-    """For each row, the standard deviation (divisor n - 1) of its segment, in two passes; 0 for fewer than two values.
+    """For each row, the standard deviation (divisor n - 1) of its segment, in two passes, 0 for fewer than two values.
 
     Args:
         values: may be anything where ``member`` is False.

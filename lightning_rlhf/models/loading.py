@@ -65,30 +65,32 @@ FindClass = Callable[[PretrainedConfig], Any]  # configuration to automatic clas
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Pretrained weights in safetensors from a directory or the hub. Code from the hub is never run.
+    """Loads pretrained weights in safetensors from a directory or the hub. Code from the hub is never run.
+
+    If you need no options, you can write the path in its place.
 
     Args:
         path: directory that ``save_pretrained`` wrote, or hub id.
         revision: branch, tag or commit of the hub repository.
-        dtype: dtype of the parameters; None is bfloat16 for weights that are not trained in a run with ``bf16-mixed``,
-            such as those of a reference or under adapters, and else float32. Trained weights are float32 in any case;
-            with bfloat16, their products are in bfloat16.
-        lora: adapters to train in place of the weights; None trains the weights.
+        dtype: dtype of the parameters. None is bfloat16 for weights that are not trained in a run with ``bf16-mixed``,
+            such as a reference or weights under adapters, and else float32. Trained weights are float32 in any case.
+            With bfloat16, their products are in bfloat16.
+        lora: adapters to train in place of the weights. None trains the weights.
         adapter: directory or hub id of a LoRA adapter in peft's format, which is added to the weights. A trained role
-            continues to train it, and reads ``lora`` from its files, without its dropout; ``lora`` of the same settings
-            with another ``dropout`` sets one. A frozen role uses it as it is. An adapter of another base, or of a kind
-            that is not supported, is an error before weights load.
-        quantization: kind of numbers in which the frozen linear layers are stored: ``nf4`` in 4 bits or ``int8``; None
-            stores them in ``dtype``. Products are computed in the dtype of the inputs. Trained roles then need ``lora``
-            or ``adapter``. Needs bitsandbytes.
-        train_vision: whether the image encoder of a vision-language model and its projector are trained too, and not
-            its text model only. Features of a frozen encoder are computed once in a run and kept, up to 1 GiB; roles
-            with the same source share them. ``lora`` puts adapters on the text model only. An export contains all
-            weights, in the names of the checkpoint, and the processor.
-        float32_logits: whether a head in bfloat16 has float32 results, here and in the engine, instead of such that are
-            rounded to bfloat16. The log-probabilities of the two then differ less.
-        attn_implementation: implementation of attention; None uses this package's, which needs no padding, or sdpa
-            for architectures with which it was not tested.
+            continues to train it, and reads ``lora`` from its files, without its dropout. To set a dropout, give
+            ``lora`` with the same settings and another ``dropout``. A frozen role uses the adapter as it is. You get an
+            error before weights load if it belongs to another base, or is of a kind that is not supported.
+        quantization: how the frozen linear layers are stored, ``nf4`` in 4 bits or ``int8``. None stores them in
+            ``dtype``. Products are computed in the dtype of the inputs. Trained roles then need ``lora`` or
+            ``adapter``. Needs bitsandbytes.
+        train_vision: whether to train the image encoder of a vision-language model and its projector too, and not its
+            text model only. Features of a frozen encoder are computed once in a run and kept, up to 1 GiB. Roles with
+            the same source share them. ``lora`` puts adapters on the text model only. An export contains all weights,
+            in the names of the checkpoint, and the processor.
+        float32_logits: whether a head in bfloat16 returns float32, here and in the engine, instead of rounding to
+            bfloat16. The log-probabilities of the two then differ less.
+        attn_implementation: implementation of attention. None uses this package's, which needs no padding, or sdpa for
+            architectures with which it was not tested.
     """
 
     path: str
@@ -288,15 +290,17 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class FromConfig:
-    """Random initial weights, drawn from the run's seed.
+    """Starts from random weights, drawn from the run's seed.
+
+    Use it to train a small model from scratch, or for a quick test without a download.
 
     Args:
         architecture: content of ``config.json``: ``model_type`` and the fields of that architecture.
-        seed: seed of the initial weights; None derives it from the run's seed.
-        dtype: dtype of the parameters; None as for :class:`Pretrained`.
-        lora: adapters to train in place of the weights; None trains the weights.
-        train_vision: argument of :class:`Pretrained`.
-        float32_logits: argument of :class:`Pretrained`.
+        seed: seed of the initial weights. None derives it from the run's seed.
+        dtype: dtype of the parameters. None as for :class:`Pretrained`.
+        lora: adapters to train in place of the weights. None trains the weights.
+        train_vision: as for :class:`Pretrained`.
+        float32_logits: as for :class:`Pretrained`.
     """
 
     architecture: dict[str, Any] = field(default_factory=dict)

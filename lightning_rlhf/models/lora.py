@@ -31,30 +31,30 @@ MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank adapters: an adapted layer computes ``W x + (alpha / rank) B A x``.
+    """Adds low-rank adapters, so that an adapted layer computes ``W x + (alpha / rank) B A x``.
 
-    See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, sec. 4.1. W is frozen; A (rank by inputs)
-    is drawn from the run's seed, B (outputs by rank) starts at zero, so that the model initially equals its source.
+    See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, sec. 4.1. W is frozen. A (rank by inputs)
+    is drawn from the run's seed, and B (outputs by rank) starts at zero, so your model initially equals its source.
 
-    Adapters of bfloat16 weights are float32; under DeepSpeed they are bfloat16 with float32 master weights. Trained
-    embeddings or heads (``modules_to_save`` of peft) do not exist: the reference would be another model, and vLLM's
-    adapters have no such weights.
+    Adapters of bfloat16 weights are float32. Under DeepSpeed they are bfloat16 with float32 master weights. You cannot
+    train embeddings or heads beside them (``modules_to_save`` of peft), because the reference would be another model,
+    and vLLM's adapters contain no such weights.
 
     Args:
         rank: rank of the product B A, at least 1.
         alpha: numerator of the factor alpha / rank, at least 1.
         target_modules: ends of the names of linear layers, for example ``[q_proj, v_proj]`` or
-            ``[layers.0.self_attn.q_proj]``; None adapts all linear layers of the backbone. Embedding and head are never
-            adapted, nor are ``dt_proj`` and ``out_proj`` of Mamba, whose kernels read the weights directly.
+            ``[layers.0.self_attn.q_proj]``. None adapts all linear layers of the backbone. Embedding and head are never
+            adapted, nor are ``dt_proj`` and ``out_proj`` of Mamba, because its kernels read the weights directly.
         exclude_modules: ends of the names of layers that get no adapter, for example ``[down_proj]`` or
-            ``[layers.0.self_attn.q_proj]``; None excludes none.
-        rslora: whether the factor is ``alpha / sqrt(rank)``, with which the size of a step does not depend on the rank.
-            See "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", Kalajdzievski 2023.
-        dora: whether the length of each row of the weight is trained as a vector beside the adapters. See "DoRA:
+            ``[layers.0.self_attn.q_proj]``. None excludes none.
+        rslora: whether the factor is ``alpha / sqrt(rank)``. The size of a step then does not depend on the rank. See
+            "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", Kalajdzievski 2023.
+        dora: whether to train the length of each row of the weight as a vector beside the adapters. See "DoRA:
             Weight-Decomposed Low-Rank Adaptation", Liu et al. 2024, equation 5. Works with merged weights in the
             engine, not under ZeRO-3 or tensor parallelism.
-        dropout: share of an adapter's inputs set to zero in training, in [0, 1); only for SFT, preferences and reward
-            models. In reinforcement learning, both log-probabilities of a ratio must come from the same network.
+        dropout: share of an adapter's inputs set to zero in training, in [0, 1). Use it only for SFT, preferences and
+            reward models. In reinforcement learning, both log-probabilities of a ratio must come from the same network.
 
     Raises:
         ModuleNotFoundError: peft is not installed.

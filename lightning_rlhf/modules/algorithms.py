@@ -71,18 +71,19 @@ def _as_config(value: Any, annotation: Any) -> Any:
 
 @with_defaults(advantages=GRPO(), kl_loss=KLTerm(0.04, "k3"), aggregation=SequenceMeanTokenMean())
 class GRPOModule(RLHFModule):
-    """GRPO: the mean reward of all responses to a prompt is the baseline of each of them, and there is no critic.
+    """GRPO: compares each response with the mean reward of all responses to its prompt. There is no critic.
 
-    Rewards are standardised within each group, the clipped surrogate is averaged over each response, and the KL to the
-    reference is part of the loss. See "DeepSeekMath", Shao et al. 2024, section 4.1.
+    You need at least two responses to each prompt (``group_size`` of RolloutLoop). Rewards are standardised within each
+    group, the clipped surrogate is averaged over each response, and the KL to the reference is part of the loss. See
+    "DeepSeekMath", Shao et al. 2024, section 4.1.
     """
 
 
 @with_defaults(advantages=GRPO(normalize_std=False), aggregation=SequenceMeanTokenSum())
 class DrGRPOModule(RLHFModule):
-    """GRPO without its two biases: no division by the group's deviation, none by the response's length.
+    """GRPO without its two biases: it divides neither by the group's deviation nor by the response's length.
 
-    Set the scale of ``aggregation`` to the longest response.
+    Set the scale of ``aggregation`` to the longest response you allow.
     See "Understanding R1-Zero-Like Training: A Critical Perspective", Liu et al. 2025, section 3.
     """
 
@@ -91,7 +92,7 @@ class DrGRPOModule(RLHFModule):
 class DAPOModule(RLHFModule):
     """GRPO with a wider upper clip, a mean over tokens, and no KL.
 
-    The rest of the method is outside of the module: ``dynamic_sampling`` of RolloutLoop, and the reward
+    You set the rest of the method elsewhere: ``dynamic_sampling`` of RolloutLoop, and the reward
     :class:`~lightning_rlhf.rewards.shaping.OverlongPenalty`.
     See "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", Yu et al. 2025, section 3.
     """
@@ -99,7 +100,7 @@ class DAPOModule(RLHFModule):
 
 @with_defaults(advantages=GRPO(), policy_loss=CISPOLoss())
 class CISPOModule(RLHFModule):
-    """GRPO whose importance weight is clipped and treated as a constant, so that every token keeps its gradient.
+    """GRPO that clips the importance weight and treats it as a constant, so that every token keeps its gradient.
 
     See "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", 2025, section 3.1.
     """
@@ -109,10 +110,10 @@ class CISPOModule(RLHFModule):
     advantages=RLOO(), policy_loss=ReinforceLoss(), kl_reward=KLTerm(0.05), aggregation=SequenceMeanTokenSum()
 )
 class RLOOModule(RLHFModule):
-    """REINFORCE whose baseline is the mean reward of the other responses to the prompt.
+    """REINFORCE with the mean reward of the other responses to the prompt as baseline.
 
-    See "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
-    Ahmadian et al. 2024, section 3.
+    See "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs", Ahmadian et
+    al. 2024, section 3.
     """
 
 
@@ -120,16 +121,16 @@ class RLOOModule(RLHFModule):
     advantages=ReMax(), policy_loss=ReinforceLoss(), kl_reward=KLTerm(0.05), aggregation=SequenceMeanTokenSum()
 )
 class ReMaxModule(RLHFModule):
-    """REINFORCE whose baseline is the reward of the greedy response to the same prompt.
+    """REINFORCE with the reward of the greedy response to the same prompt as baseline.
 
-    RolloutLoop generates and scores the greedy responses. See "ReMax: A Simple, Effective, and Efficient Reinforcement
-    Learning Method for Aligning Large Language Models", Li et al. 2024, section 4.
+    RolloutLoop generates and scores the greedy responses for you. See "ReMax: A Simple, Effective, and Efficient
+    Reinforcement Learning Method for Aligning Large Language Models", Li et al. 2024, section 4.
     """
 
 
 @with_defaults(advantages=ReinforcePlusPlus(), kl_reward=KLTerm(0.01))
 class ReinforcePlusPlusModule(RLHFModule):
-    """PPO's clipped loss on rewards-to-go that are whitened over the whole batch; no critic, no groups.
+    """PPO's clipped loss on rewards-to-go that are whitened over the whole batch, without critic and groups.
 
     See "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models", Hu 2025, section 3.
     """

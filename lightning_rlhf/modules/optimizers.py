@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 
 class MatrixDecayAdamW(AdamW):
-    """AdamW whose weight decay is on matrices only: weights of norms and biases do not decay.
+    """AdamW with weight decay on matrices only, so that weights of norms and biases do not decay.
 
     Args:
         params: parameters of a model, not groups.
@@ -29,15 +29,16 @@ class MatrixDecayAdamW(AdamW):
 class MuonAdamW(Optimizer):
     """Muon for the matrices of hidden layers, and AdamW for embeddings, heads, norms and biases.
 
-    Muon steps along the momentum of the gradient after an approximate orthogonalisation, all of whose singular values
-    are near 1. Its steps are scaled to the size of AdamW's, so that both have one learning rate.
+    Muon orthogonalises the momentum of the gradient approximately and steps along the result, so all its singular
+    values are near 1. We scale its steps to the size of AdamW's, so that you set one learning rate for both.
     See "Muon: An optimizer for hidden layers in neural networks", Jordan et al. 2024, and for the scale "Muon is
     Scalable for LLM Training", Liu et al. 2025, equation 4.
 
-    The orthogonalisation needs whole matrices: it does not work under DeepSpeed, which divides them into flat pieces.
+    You cannot use it under DeepSpeed, because the orthogonalisation needs whole matrices and DeepSpeed divides them
+    into flat pieces.
 
     Args:
-        params: parameters of a model, not groups; :func:`mark_parameters_of_adamw` has marked those for AdamW.
+        params: parameters of a model, not groups, after :func:`mark_parameters_of_adamw` marked the ones for AdamW.
         lr: learning rate of all parameters.
         weight_decay: decay of matrices, embeddings and heads included.
         momentum: decay of Muon's mean of gradients, in [0, 1).

@@ -25,17 +25,19 @@ from lightning_rlhf.types import Experience, Rollout
 class PPOModule(RLHFModule):
     """Proximal policy optimization with a learned critic (Schulman et al. 2017; for language, Ouyang et al. 2022).
 
+    The critic predicts the return at each token, so you train two models.
+
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
-        critic: initial weights of the critic: ``reward_model`` or ``actor`` for that role's source, else a source.
-            None takes the reward model if there is one, else the actor.
-        critic_optimizer: factory of the critic's optimizer.
-        critic_lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
-        value_loss: loss per token from values and returns.
+        critic: initial weights of the critic: ``reward_model`` or ``actor`` for that role's source, else a source. None
+            takes the reward model if there is one, else the actor.
+        critic_optimizer: factory that makes the critic's optimizer from its parameters.
+        critic_lr_scheduler: factory of its scheduler, stepped once per rollout. None keeps the rate constant.
+        value_loss: loss of each token from its value and return.
         vf_coef: weight of the value loss, positive.
-        critic_warmup_steps: number of first rollouts that only the critic is updated on, at least 0.
-        advantages: estimator of advantages from rewards and values.
-        resampling: draws the responses to train on by their rewards (PF-PPO); None takes each once.
+        critic_warmup_steps: how many of the first rollouts update only the critic, at least 0.
+        advantages: how rewards and values become advantages.
+        resampling: draws the responses to train on by their rewards (PF-PPO). None takes each once.
         **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 

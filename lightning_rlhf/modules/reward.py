@@ -18,16 +18,16 @@ from lightning_rlhf.types import PreferenceBatch
 
 
 class RewardModule(PairModule):
-    """A scalar model trained so that the preferred text of each pair scores higher.
+    """Trains a reward model: a scalar model that scores the preferred text of each pair higher.
 
-    ``val/pair_calibration_error`` measures how far sigmoid(score difference) is from a probability. It refers to the
-    unscaled scores: a :class:`~lightning_rlhf.callbacks.PolicyCheck` scales them at the end.
+    ``val/pair_calibration_error`` tells you how far sigmoid(score difference) is from a probability. It refers to the
+    unscaled scores, because a :class:`~lightning_rlhf.callbacks.PolicyCheck` scales them only at the end.
 
     Args:
-        reward_model: initial model: directory, hub id or ``FromConfig``; a language model gets a new head.
+        reward_model: initial model: directory, hub id or ``FromConfig``. A language model gets a new head.
         loss: loss of a pair from its scores.
-        optimizer: factory of the optimizer.
-        lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
+        optimizer: factory that makes the optimizer from the parameters.
+        lr_scheduler: factory of its scheduler, stepped once per batch. None keeps the rate constant.
         **kwargs: arguments of :class:`~lightning_rlhf.modules.role_module.RoleModule`.
     """
 

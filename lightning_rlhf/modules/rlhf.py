@@ -70,38 +70,43 @@ class TrainedStep:
 
 
 class RLHFModule(RoleModule):
-    """Trains a policy on rollouts, which a :class:`~lightning_rlhf.callbacks.RolloutLoop` passes to :meth:`receive`.
+    """Trains a policy on rollouts, with the advantages, loss and aggregation that you choose.
 
-    An algorithm is an advantage estimator, a policy loss and an aggregation; pass others, or subclass this with other
-    defaults. Other losses override :meth:`losses`.
+    GRPOModule and most other algorithms are this class with other defaults. You can pass your own parts as arguments,
+    or write a subclass with other defaults. If these parts cannot express your loss, override :meth:`losses`. A
+    :class:`~lightning_rlhf.callbacks.RolloutLoop` callback makes the rollouts and passes them to :meth:`receive`.
 
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
-        ref: frozen policy that KL is measured to; None takes the actor's source. Loaded only if a KL term has a weight.
-        reward_model: scalar model whose score of each whole response is a reward; None uses reward functions only.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages; also a function of ``PolicyTokens`` that
-            returns the (B, T) losses, or its reference, such as ``losses.py:my_loss``.
-        aggregation: reduction of the losses of tokens to one loss.
-        correction: importance weights for the gap between the log-probabilities of engine and actor; None only
-            measures it.
-        optimizer: factory of the actor's optimizer.
-        lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
-        kl_reward: KL to the reference subtracted from each token's reward. A
-            :class:`~lightning_rlhf.callbacks.KLControl` callback may adapt its weight.
-        kl_loss: KL to the reference added to the loss.
-        score_shaping: transformation of the reward model's score.
+        ref: frozen policy that the KL terms compare with. None takes the actor's source. It is loaded only if something
+            uses it, such as a KL term with a weight above 0.
+        reward_model: scalar model that scores each whole response. Its score is added to the rewards of your reward
+            functions. None uses reward functions only.
+        advantages: how rewards become advantages, for example ``GRPO``.
+        policy_loss: loss of each token from its log-probabilities and advantage. You can also pass a function of
+            ``PolicyTokens`` that returns the (B, T) losses, or its reference, such as ``losses.py:my_loss``.
+        aggregation: how the losses of tokens become one loss, and so how much long responses count.
+        correction: importance weights for the gap between the engine's and the actor's log-probabilities. None only
+            measures the gap.
+        optimizer: factory that makes the actor's optimizer from its parameters.
+        lr_scheduler: factory of its scheduler, stepped once per rollout. None keeps the rate constant.
+        kl_reward: KL to the reference, subtracted from each token's reward. A
+            :class:`~lightning_rlhf.callbacks.KLControl` callback can adapt its weight.
+        kl_loss: KL to the reference, added to the loss.
+        score_shaping: how the reward model's score is clipped and weighted before it counts as a reward.
         ent_coef: weight of the entropy bonus, at least 0.
-        update_epochs: passes over each rollout, at least 1.
-        minibatch_size: responses per optimizer step, over all ranks, at least 1; None: all responses of a step.
-        micro_batch_tokens: most tokens in one forward pass; None chooses by the memory of the
-            device: 2,048 on a CPU, 4,096 on a GPU of 24 GiB, 16,384 from 70 GiB on.
-        packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
-        keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
-        max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.
-        target_kl: bound of KL(old || new), in nats per token, as the mean over a mini-batch and all ranks. The updates
-            after the first mini-batch that exceeds it are left out; ``policy/updates`` in the log counts the updates.
-            None makes all updates.
+        update_epochs: how many times each rollout is trained on, at least 1.
+        minibatch_size: responses per optimizer step over all ranks, at least 1. None takes all responses of a step.
+        micro_batch_tokens: most tokens in one forward pass. Lower it if the GPU runs out of memory. None chooses by the
+            memory of the device: 2,048 on a CPU, 4,096 on a GPU of 24 GiB, 16,384 from 70 GiB on.
+        packing: whether the texts of a forward pass form one row without padding, with the prompt of several responses
+            only once.
+        keep_groups: whether all responses to a prompt stay in the same mini-batch, so that updates, too, read the
+            prompt only once.
+        max_grad_norm: each role's gradient is clipped to this global norm. None does not clip.
+        target_kl: bound of KL(old || new), in nats per token, as the mean over a mini-batch and all ranks. The first
+            mini-batch that exceeds it ends the step's updates. You see how many were made in ``policy/updates``. None
+            makes all updates.
     """
 
     trained_roles: tuple[str, ...] = ("actor",)
@@ -196,7 +201,7 @@ class RLHFModule(RoleModule):
     # -- the step ---------------------------------------------------------------------------------------------
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Update the roles on the rollout of this batch; the batch itself is not used."""
+        """Update the roles on the rollout of this batch. The batch itself is not used."""
         clock = time.perf_counter
         started = clock()
         evaluation = self.evaluate(self.pop_rollout())
@@ -218,7 +223,7 @@ class RLHFModule(RoleModule):
         """Raise if rewards would make an update that is not finite, before any role is updated. All ranks.
 
         Raises:
-            FloatingPointError: a reward, advantage or return of a token in the loss is not finite.
+            FloatingPointError: a token in the loss gets a reward, advantage or return that is not finite.
         """
         token_values = torch.stack([experience.advantages, experience.returns]).isfinite().all(0)
         # NaN stands for no reward, which other objectives than rewards do not need.
@@ -236,7 +241,7 @@ class RLHFModule(RoleModule):
         """Log the metrics of a step and set :attr:`last_step`. All ranks.
 
         Args:
-            evaluation: evaluation of the rollout.
+            evaluation: evaluation of the rollout, after all updates.
             times: seconds of ``evaluate`` and ``update`` on this rank.
         """
         experience = evaluation.experience
@@ -268,7 +273,9 @@ class RLHFModule(RoleModule):
                 log.warning("EarlyStopping ends the run because %s is NaN: set check_finite: false", monitor)
 
     def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
-        """Return the metrics of a rollout over all ranks, without those of rewards if it has no rewards. All ranks.
+        """Return the metrics of a rollout, reduced over ranks. All ranks.
+
+        If you use neither reward functions nor a reward model, metrics of rewards are left out.
 
         Args:
             experience: rows of this rank.
@@ -282,9 +289,9 @@ class RLHFModule(RoleModule):
     def minibatches(self, experience: Experience) -> Iterator[Any]:
         """Yield this rank's rows of shuffled mini-batches, ``update_epochs`` times the whole rollout. All ranks.
 
-        A mini-batch is drawn from the responses of all ranks, so it does not depend on their number, and its rows are
-        distributed so that all ranks have about the same number of tokens. Mini-batches without a token to learn from
-        are left out: momentum alone would change the weights.
+        Mini-batches are drawn from the responses of all ranks, so they do not depend on how many ranks you use. Rows
+        are distributed so that all ranks get about the same number of tokens. Mini-batches without a token to learn
+        from are left out, because momentum alone would change the weights.
         """
         ranks = self.data_ranks
         if ranks.size > 1:  # all ranks' rows are kept in host memory
@@ -304,12 +311,12 @@ class RLHFModule(RoleModule):
                     yield self.with_selected_tokens(own_rows, seed)
 
     def order_seed(self, epoch: int, rank: int = 0) -> int:
-        """Return the seed of the order of the rows in an epoch of this step."""
+        """Return the seed that shuffles the rows in an epoch of this step."""
         return derive_seed(run_seed(), "minibatches", self.trainer.global_step, rank, epoch)
 
     @classmethod
     def replaces(cls, *methods: str) -> bool:
-        """Check whether this subclass has its own version of any of these methods."""
+        """Check whether this subclass overrides any of these methods."""
         return any(getattr(cls, method) is not getattr(RLHFModule, method) for method in methods)
 
     @property
@@ -318,16 +325,16 @@ class RLHFModule(RoleModule):
         return self.replaces("select_training_rows")
 
     def select_training_rows(self, experience: Experience) -> TensorBatch:
-        """Return the rows that mini-batches are drawn from: all responses. All ranks.
+        """Return the rows that mini-batches are drawn from: all responses, unless you override this. All ranks.
 
         Args:
-            experience: responses of all ranks, in the same order on every rank, which must all select the same.
+            experience: responses of all ranks, in the same order on every rank. Every rank must select the same rows.
         """
         return experience
 
     @torch.no_grad()
     def with_selected_tokens(self, minibatch: Experience, seed: int) -> Experience:
-        """Return the mini-batch with the tokens that the policy loss selects, if it does. All ranks."""
+        """Mark the tokens of a mini-batch that the policy loss selects, if it selects any. All ranks."""
         if not self.policy_loss.selects_tokens:
             return minibatch
         scores = self.evaluated_actor(minibatch.rollout)
@@ -338,11 +345,11 @@ class RLHFModule(RoleModule):
         return replace(minibatch, selected_tokens=selected_tokens)
 
     def denominator(self, minibatch: Any) -> Tensor:
-        """Return () the divisor of summed losses, over all ranks. All ranks."""
+        """Count what summed losses are divided by, as a tensor of shape (). All ranks."""
         return self.aggregation.denominator(minibatch.mask, self.data_ranks)
 
     def aggregated(self, losses: Tensor, rows: Experience) -> Tensor:
-        """Return () the weighted sum of the tokens' losses; :meth:`update` divides it."""
+        """Return the weighted sum of the tokens' losses, as a tensor of shape (), before :meth:`update` divides it."""
         return (losses.masked_fill(~rows.mask, 0) * self.aggregation.weights(rows.mask).to(losses.dtype)).sum()
 
     def losses(self) -> dict[str, SummedLoss]:
@@ -358,11 +365,11 @@ class RLHFModule(RoleModule):
         return self.actor_scores("actor", rows.rollout)
 
     def policy_objective(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
-        """Compute the loss of :meth:`actor_loss` from the result of :meth:`update_scores`."""
+        """Compute the loss of :meth:`actor_loss` from scores that :meth:`update_scores` returned."""
         return self.aggregated(self.policy_losses(rows, scores, means), rows)
 
     def policy_losses(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
-        """Return (B, T) policy loss, entropy bonus and KL loss of each token."""
+        """Return the sum of policy loss, entropy bonus and KL loss of each token, (B, T)."""
         logprobs, mask = scores.logprobs, rows.mask
         policy, diagnostics = self.policy_loss(
             logprobs,
@@ -386,7 +393,7 @@ class RLHFModule(RoleModule):
         return loss
 
     def importance_weights(self, logprobs: Tensor, rows: Experience, means: MeanAccumulator) -> Tensor:
-        """Return (B, T) weights of the policy loss; with bypass they are computed here, from the current actor."""
+        """Return the weights of the policy loss, (B, T). With bypass, compute them here from the current actor."""
         if not self.correction.bypass:
             return rows.weights
         engine, of_rows = rows.rollout.rollout_logprobs, self.corrected_rows(rows.rollout).unsqueeze(1)
@@ -399,10 +406,10 @@ class RLHFModule(RoleModule):
         return torch.where(of_rows, weights * accepted, 1.0)
 
     def exceeds_target_kl(self, results: dict[str, UpdateResult]) -> bool:
-        """Check KL(old || new) of the actor's update against ``target_kl``, with one answer on all ranks. All ranks.
+        """Check whether KL(old || new) of the actor's update exceeds ``target_kl``, the same on all ranks. All ranks.
 
         Raises:
-            RuntimeError: ``target_kl`` is set, and the actor's loss did not measure a KL.
+            RuntimeError: you set ``target_kl``, but the actor's loss did not measure KL(old || new).
         """
         if self.target_kl is None or "actor" not in results or not results["actor"].stepped:
             return False
@@ -417,15 +424,15 @@ class RLHFModule(RoleModule):
     # -- from rollout to experience ---------------------------------------------------------------------------
 
     def expect_responses(self, number: int) -> None:
-        """Set ``minibatch_size`` to the number of responses of a step, over all ranks, unless it is configured."""
+        """Set ``minibatch_size`` to the number of responses of a step, over all ranks, unless you configured it."""
         if self.takes_whole_steps:
             self.minibatch_size = number
 
     def receive(self, received: StepRollout | Rollout) -> None:
-        """Set the rollout of this batch; all data to train on enters the module here.
+        """Take the rollout of this batch. This is where all training data enter the module.
 
-        A callback that calls this before each training and validation step has the class attribute
-        ``provides_rollouts = True``, as RolloutLoop has; without one, :meth:`setup` raises.
+        If you write a callback that calls this before each training and validation step, give it the class attribute
+        ``provides_rollouts = True``, like RolloutLoop. Without such a callback, :meth:`setup` raises.
 
         Args:
             received: rollout of this rank, alone or with what else belongs to the step.
@@ -439,12 +446,12 @@ class RLHFModule(RoleModule):
 
     @property
     def teacher_sources(self) -> list[ModelSource] | None:
-        """Sources of the models that read the prompts of RolloutLoop's ``teacher_prompt``; None without a teacher."""
+        """Sources of the models that read the prompts of RolloutLoop's ``teacher_prompt``. Without a teacher, None."""
         return None
 
     @property
     def waits_for_rewards(self) -> bool:
-        """Whether rewards of the received rollout are still computed."""
+        """Whether rewards of the received rollout are still being computed."""
         return self._received is not None and self._received.rewards is not None
 
     def pop_rollout(self) -> StepRollout:
@@ -515,31 +522,31 @@ class RLHFModule(RoleModule):
         return Evaluation(experience, metrics, old_scores, reward_wait=waited)
 
     def learned_rows(self, rollout: Rollout, reward: Tensor, greedy_reward: Tensor | None = None) -> Tensor:
-        """Return (B,) bool, the responses to learn from: those that are included and have the reward that they need.
+        """Return which responses to learn from, (B,) bool: included ones with the reward that they need.
 
-        A response without a reward is no response with reward 0: it is in no group, baseline, mean or loss.
+        A missing reward is not a reward of 0: the response counts in no group, baseline, mean or loss.
 
         Args:
             rollout: rows of this rank.
             reward: (B,) total reward, NaN for responses without one.
-            greedy_reward: (B,) total reward of the greedy response to each prompt; None if nothing needs it.
+            greedy_reward: (B,) total reward of the greedy response to each prompt, or None if nothing needs it.
         """
         learned = rollout.included & self.has_reward(rollout, reward)
         return learned if greedy_reward is None else learned & ~greedy_reward.isnan()
 
     def has_reward(self, rollout: Rollout, reward: Tensor) -> Tensor:
-        """Return (B,) bool, the responses that have the reward that their objective needs, if it needs one."""
+        """Return which responses got the reward that their objective needs, (B,) bool. Some objectives need none."""
         return self.advantages.has_reward(reward, rollout.rewards)
 
     def corrected_rows(self, rollout: Rollout) -> Tensor:
-        """Return (B,) bool, the responses whose gap between trainer and engine is measured and corrected."""
+        """Return the responses for which the gap between trainer and engine is measured and corrected, (B,) bool."""
         return rollout.sampled_rows
 
     def corrected(self, logprobs: Tensor, rollout: Rollout, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Return the importance weights, the mask without rejected tokens, and metrics of the gap. All ranks.
 
         Args:
-            logprobs: (B, T) of the actor before the first update.
+            logprobs: (B, T) log-probabilities of the actor before the first update.
             rollout: rows of this rank.
             mask: (B, T) bool, the tokens to learn from.
         """
@@ -576,19 +583,19 @@ class RLHFModule(RoleModule):
         return TokenScores(*self.micro_batches.map(score, rollout))
 
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Return (B, T) the reward at the last token of the response, or of its turn, minus each token's KL penalty."""
+        """Put rewards at the last token of a response, or of its turn, and subtract each token's KL penalty, (B, T)."""
         kl = self.kl_reward(logprobs, ref_logprobs, rollout.response_mask, logprobs)
         steps = None if rollout.conversation is None else rollout.conversation.step_rewards
         return rewards_at_tokens(reward, rollout.response_mask, steps) - self.kl_coef * kl
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
-        """Return (B, T) the critic's values and (B,) those after truncated responses; zeros without a critic."""
+        """Return the critic's values, (B, T), and its values after truncated responses, (B,). Zeros without critic."""
         return torch.zeros_like(rollout.rollout_logprobs), None
 
     def total_reward(self, rollout: Rollout) -> Tensor:
-        """Return (B,) the reward of the reward functions plus the reward model's shaped score. All ranks.
+        """Add the reward model's shaped score to the reward of the reward functions, (B,). All ranks.
 
-        It is NaN for a response without a reward. The reward model gives one to all but those whose reward failed.
+        NaN marks a response without a reward. The reward model scores all responses except those with a failed reward.
         """
         if "reward_model" not in self.sources:
             return rollout.reward
@@ -600,7 +607,7 @@ class RLHFModule(RoleModule):
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
-        """Return (B,) the reward model's score of each whole response, normalised but not shaped. All ranks."""
+        """Return the reward model's score of each whole response, (B,), normalised but not shaped. All ranks."""
 
         def at_end(rows: Rollout) -> tuple[Tensor]:
             input_ids, _, packing = self.layout.lay_out(rows)
@@ -615,7 +622,7 @@ class RLHFModule(RoleModule):
         """Return log-probs and entropies of the sampled tokens under a language-model role, (B, T) each.
 
         Args:
-            role: ``actor`` or ``ref``; a reference without its own model is the actor without its adapters.
+            role: ``actor`` or ``ref``. A reference without its own model is the actor without its adapters.
             rollout: rows to evaluate.
             squares: whether to return the sum of squared probabilities too.
         """
@@ -623,12 +630,12 @@ class RLHFModule(RoleModule):
         return scores
 
     def call_language_model(self, role: str, rollout: Rollout, mask: Tensor | None = None, **options: Any) -> Any:
-        """Return the result of a language-model role for the tokens of some rows; see :meth:`.CausalLM.forward`.
+        """Run a language-model role on the tokens of some rows. You get what :meth:`.CausalLM.forward` returns.
 
         Args:
-            role: name of the role; one without its own model is the actor without its adapters.
+            role: name of the role. One without its own model is the actor without its adapters.
             rollout: rows to evaluate.
-            mask: (B, T) bool, the tokens; None for all that the policy sampled.
+            mask: (B, T) bool, the tokens to evaluate. None takes all that the policy sampled.
             **options: further arguments of the model.
         """
         input_ids, index, packing = self.layout.lay_out(rollout)
@@ -648,14 +655,14 @@ class RLHFModule(RoleModule):
     # -- models -----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Raise without a callback that provides rollouts."""
+        """Raise if no callback provides rollouts."""
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         provided = any(getattr(callback, "provides_rollouts", False) for callback in callbacks)
         check_loops(type(self).__name__, int(provided), provided)
 
     def build_role(self, name: str) -> nn.Module:
-        """Build the scalar model of the reward model, the language models of actor and reference."""
+        """Build a scalar model for the reward model, and language models for actor and reference."""
         if name == "reward_model":
             self.sources[name].expect_head()
             return self.sources[name].scalar()
@@ -666,7 +673,7 @@ class RLHFModule(RoleModule):
         return self.optimizer, self.lr_scheduler
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the reward model's scores of the validation rollout, if there is one; RolloutLoop logs metrics."""
+        """Return the reward model's scores of the validation rollout, if you use one. RolloutLoop logs the metrics."""
         rollout = self.pop_rollout().rollout
         if "reward_model" in self.sources:
             return {"scores": self.scores(rollout)}

@@ -55,16 +55,18 @@ log = logging.getLogger(__name__)
 
 
 class RoleModule(LightningModule):
-    """A module of several models (roles), each with its own optimizer, under manual optimization.
+    """Base class of all these modules: several models (roles), each with its own optimizer.
 
-    ``trainer.global_step`` counts calls of ``training_step``, and learning rates are scheduled on the same count.
+    You rarely name it in YAML, but its arguments work in all its subclasses. Lightning's automatic optimization is off.
+    ``trainer.global_step`` counts calls of ``training_step``, and learning rates follow the same count.
 
     Args:
-        micro_batch_tokens: most tokens in one forward pass, positive, padding included unless rows are packed; None
-            chooses by the memory of the device: 2,048 on a CPU, 4,096 on a GPU of 24 GiB, 16,384 from 70 GiB on.
-        max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.
-        packing: whether the texts of a forward pass are laid out in one row without padding. Texts do not attend to
-            each other, and gradients are the same up to rounding. Architectures that do not allow it are padded.
+        micro_batch_tokens: most tokens in one forward pass, positive. Padding counts, too, unless rows are packed.
+            Lower it if the GPU runs out of memory. None chooses by the memory of the device: 2,048 on a CPU, 4,096 on a
+            GPU of 24 GiB, 16,384 from 70 GiB on.
+        max_grad_norm: each role's gradient is clipped to this global norm. None does not clip.
+        packing: whether the texts of a forward pass form one row without padding. Texts do not attend to each other,
+            and gradients are the same up to rounding. Architectures that do not allow it are padded.
     """
 
     reads: type | None = None  # type of the batches, where the data module declares its own
@@ -103,29 +105,29 @@ class RoleModule(LightningModule):
 
     @property
     def role_strategy(self) -> RoleStrategy:
-        """The strategy that runs the roles; models are called only through it."""
+        """The strategy that runs the roles. Models are called only through it."""
         return role_strategy_of(self)
 
     @property
     def data_ranks(self) -> DataRanks:
-        """The ranks that have different data."""
+        """The ranks that hold different data."""
         return self.role_strategy.data_ranks
 
     # -- models -----------------------------------------------------------------------------------------------
 
     def set_sources(self, **sources: str | ModelSource | None) -> None:
-        """Set where the weights of each role come from; roles that are not in ``trained_roles`` are frozen.
+        """Set where the weights of each role come from. Roles that are not in ``trained_roles`` are frozen.
 
-        If the actor has LoRA and a frozen language model, such as the reference, has the same source, that model is the
-        actor without its adapters: no second copy is loaded, and it is not a role. If the actor starts from an adapter,
-        a frozen language model with the same source has that adapter, and one without ``adapter`` is the actor without
-        it.
+        If the actor uses LoRA and a frozen language model, such as the reference, comes from the same source, you get
+        the actor without its adapters instead. No second copy is loaded, and this model is not a role. If the actor
+        starts from an adapter, a frozen language model with the same source keeps that adapter, and one without
+        ``adapter`` is the actor without it.
 
         Args:
-            **sources: directory, hub id or model source of each role; None for a role that does not exist.
+            **sources: directory, hub id or model source of each role. None means that the role does not exist.
 
         Raises:
-            ValueError: a frozen role has LoRA without an adapter.
+            ValueError: a frozen role specifies LoRA without an adapter.
         """
         self.sources = {name: as_source(source) for name, source in sources.items() if source is not None}
         actor = self.sources["actor"]
@@ -151,13 +153,13 @@ class RoleModule(LightningModule):
         raise NotImplementedError
 
     def configure_callbacks(self) -> list[Callback]:
-        """Raise for settings that need automatic optimization, before Lightning does; add no callbacks."""
+        """Raise for settings that need automatic optimization, before Lightning does. Adds no callbacks."""
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "callbacks")
         check_trainer({name: getattr(self.trainer, name) for name in names})
         return []
 
     def prepare_data(self) -> None:
-        """Raise if a model's hub cannot be reached: before the data module looks there for a tokenizer."""
+        """Raise if a model's hub cannot be reached, before the data module looks for a tokenizer there."""
         for source in self.sources.values():
             if isinstance(source, Pretrained) and not names_a_path(source.path) and "/" in source.path:
                 source.expect_reachable()
@@ -205,7 +207,7 @@ class RoleModule(LightningModule):
 
     @property
     def image_tokens(self) -> tuple[int, ...]:
-        """Tokens that stand for images in the data, which no response contains; empty if the data have no images."""
+        """Tokens that stand for images in the data. No response contains them. Empty if your data contain no images."""
         trainer: Any = trainer_of(self)
         if getattr(getattr(trainer, "datamodule", None), "image_store", None) is None:
             return ()
@@ -255,10 +257,10 @@ class RoleModule(LightningModule):
         """Raise if the data module makes batches of a type that this module cannot train on.
 
         Args:
-            data: data module; one without an attribute ``batch_type`` is accepted.
+            data: data module to check. One without an attribute ``batch_type`` is accepted.
 
         Raises:
-            ValueError: the data module makes batches of another type; the message names the data module to use.
+            ValueError: the batches are of another type. The message names the data module to use.
         """
         batch_type = getattr(data, "batch_type", cls.reads)
         if cls.reads is not None and batch_type is not cls.reads:
@@ -272,7 +274,7 @@ class RoleModule(LightningModule):
 
     @classmethod
     def unused(cls, data: Any) -> list[str]:
-        """Return a line for each column that the rows of a data module have, and that this module does not use.
+        """Return a line for each column in the data that this module does not use.
 
         Args:
             data: data module that has read its rows.
@@ -282,8 +284,8 @@ class RoleModule(LightningModule):
     def configure_model(self) -> None:
         """Build every role in host memory: trained ones in train mode, frozen ones without gradients.
 
-        Lightning calls this with the GPU as the default device under some strategies. Initial weights would then be
-        drawn by the GPU's generator, and transformers would need accelerate to load a model.
+        Under some strategies Lightning calls this with the GPU as the default device. The GPU's generator would then
+        draw the initial weights, and transformers would need accelerate to load a model.
         """
         if self.built:
             return
@@ -301,9 +303,9 @@ class RoleModule(LightningModule):
         self.built = True
 
     def shared_base_of(self, name: str) -> str | None:
-        """Return the first role that has the same frozen weights as a role, maybe itself; None if no other has them.
+        """Return the first role with the same frozen weights as a role, maybe itself, or None if no other uses them.
 
-        Roles share weights if these are frozen and have the same source.
+        Roles share weights if these are frozen and come from the same source.
 
         Args:
             name: name of a role.
@@ -355,13 +357,13 @@ class RoleModule(LightningModule):
         return self.trainer.estimated_stepping_batches
 
     def on_fit_start(self) -> None:
-        """Choose products of linear layers, and packed or padded rows; the models have their final form now."""
+        """Choose how to multiply linear layers, and packed or padded rows, once the models are in their final form."""
         if self.device.type == "cpu":
             use_faster_products(self)
         self.layout.check()
 
     def on_validation_start(self) -> None:
-        """Make the same choices in a validation without training."""
+        """Make the same choices if you validate without training."""
         if self.trainer.state.fn == TrainerFn.VALIDATING:
             RoleModule.on_fit_start(self)
 
@@ -370,7 +372,7 @@ class RoleModule(LightningModule):
         self.role_strategy.end_phase()
 
     def train(self, mode: bool = True) -> RoleModule:
-        """Set the mode of the trained roles; frozen ones stay in evaluation mode."""
+        """Set the mode of the trained roles. Frozen ones stay in evaluation mode."""
         super().train(mode)
         for name in self.frozen_roles:
             if self.built:
@@ -382,7 +384,7 @@ class RoleModule(LightningModule):
         """Count the parameters of each role, all shards together.
 
         Args:
-            trained: whether to count only parameters with a gradient, such as those of adapters.
+            trained: whether to count only parameters with a gradient, for example adapters.
         """
         roles = (*self.trained_roles, *self.frozen_roles)
         return {name: count_parameters(getattr(self, name), trained) for name in roles}
@@ -392,17 +394,18 @@ class RoleModule(LightningModule):
     def update(self, role: str, batch: TensorBatch, summed_loss: SummedLoss, denominator: Tensor) -> UpdateResult:
         """Take one optimizer step of one role on one mini-batch, exact for any micro-batches and ranks. All ranks.
 
-        The loss is a sum over the mini-batch divided by a count over the mini-batch *and all ranks*, so its gradient
-        does not depend on how the rows are split. A loss that rejected all tokens and has no gradient makes no step.
+        The loss is a sum over the mini-batch divided by a count over the mini-batch *and all ranks*. Its gradient
+        therefore does not depend on how you split the rows. If the loss rejects all tokens and no gradient is left, no
+        step is made.
 
         Args:
             role: name of a trained role.
             batch: rows of this rank, at least one, with ``total_lengths``.
-            summed_loss: summed loss of some rows, with gradient; adds metrics of them.
+            summed_loss: summed loss of some rows, with gradient. It also adds their metrics.
             denominator: () divisor of the sum, counted over the mini-batch and all ranks, positive.
 
         Raises:
-            FloatingPointError: the gradient's norm is not finite; this role's weights are as before.
+            FloatingPointError: the gradient's norm is not finite. This role's weights stay as they were.
         """
         return self.micro_batches.update(role, batch, summed_loss, denominator, self.max_grad_norm)
 
@@ -414,7 +417,7 @@ class RoleModule(LightningModule):
     # -- metrics ----------------------------------------------------------------------------------------------
 
     def finish_step(self, metrics: dict[str, float], bar: tuple[str, ...]) -> None:
-        """Step the schedulers, count this training step once, log.
+        """Step the schedulers, count this training step once and log its metrics.
 
         Args:
             metrics: metrics of the step, reduced over ranks.
@@ -433,12 +436,12 @@ class RoleModule(LightningModule):
         self.log_step("update", metrics, bar)
 
     def log_step(self, part: str, metrics: Mapping[str, float], bar: Sequence[str] = ()) -> None:
-        """Log the metrics of one part of a training step; those of earlier steps that are missing are logged as NaN.
+        """Log the metrics of one part of a training step, with NaN for earlier metrics that are missing now.
 
-        Lightning would repeat the last value of a metric that a step does not log, in every logger.
+        Without the NaN, Lightning would repeat the last value of a metric in every logger.
 
         Args:
-            part: name of the part, for example ``update``; each is logged once in a step.
+            part: name of the part, for example ``update``. Log each part once in a step.
             metrics: metrics of the part, reduced over ranks.
             bar: names of the metrics in the progress bar.
         """
@@ -472,12 +475,12 @@ class RoleModule(LightningModule):
         checkpoint["logged_names"] = {part: list(names) for part, names in self.logged_names.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Validate a checkpoint: ``strict_loading`` is off, so missing weights would go unnoticed.
+        """Validate a checkpoint, because ``strict_loading`` is off and missing weights would go unnoticed.
 
         Role strategies store roles separately and validate them there.
 
         Raises:
-            ValueError: the checkpoint has other adapters, or lacks weights of a trained role.
+            ValueError: the checkpoint contains other adapters, or lacks weights of a trained role.
         """
         check_adapters(self.sources, checkpoint.get("lora", {}))
         if self.trainer.state.fn == TrainerFn.FITTING:
@@ -502,8 +505,8 @@ class RoleModule(LightningModule):
 
         Args:
             directory: output directory.
-            write: whether this rank writes; the others only take part in gathering the weights.
-            adapter: whether to write LoRA adapters alone, in peft's format; else they are merged into the weights.
+            write: whether this rank writes. The others only take part in gathering the weights.
+            adapter: whether to write LoRA adapters alone, in peft's format. Otherwise they are merged into the weights.
 
         Raises:
             FloatingPointError: a weight is not finite.

@@ -21,10 +21,10 @@ Kind = Literal[
 
 
 class RunSchedule(LambdaLR):
-    """One of transformers' schedules, stretched over the run: linear warm-up from zero, then the decay of its kind.
+    """One of transformers' schedules, stretched over the run: linear warm-up from zero, then the decay you choose.
 
-    The module gives the schedule the length of the run, so that a configuration needs no numbers of steps. The formulas
-    are those of ``transformers.get_scheduler``.
+    The module passes the length of the run to the schedule, so your configuration needs no numbers of steps. The
+    formulas are the ones of ``transformers.get_scheduler``.
 
     Args:
         optimizer: its learning rates are multiplied by the schedule's factor.

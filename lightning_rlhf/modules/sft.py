@@ -18,14 +18,16 @@ from lightning_rlhf.types import SequenceBatch
 
 
 class SFTModule(RoleModule):
-    """Cross-entropy over marked tokens, its mean exact over the whole batch and all ranks.
+    """Supervised fine-tuning: trains a model to predict the marked tokens of your texts.
+
+    The loss is the mean cross-entropy of these tokens, exact over the whole batch and all ranks.
 
     Args:
         actor: model to train: directory, hub id or ``FromConfig``.
-        optimizer: factory of the optimizer.
-        lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
-        loss: ``cross_entropy``, or ``dft``, the cross-entropy of each token times its probability, which counts as a
-            constant: tokens that are unlikely under the model change it less. See "On the Generalization of SFT: A
+        optimizer: factory that makes the optimizer from the model's parameters.
+        lr_scheduler: factory of its scheduler, stepped once per batch. None keeps the rate constant.
+        loss: ``cross_entropy``, or ``dft``, the cross-entropy of each token times its probability as a constant. With
+            ``dft``, tokens that are unlikely under the model change it less. See "On the Generalization of SFT: A
             Reinforcement Learning Perspective with Reward Rectification", Wu et al. 2025, equation 9.
         **kwargs: arguments of :class:`~lightning_rlhf.modules.role_module.RoleModule`.
     """

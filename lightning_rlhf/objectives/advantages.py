@@ -17,29 +17,32 @@ from lightning_rlhf.ranges import check_ranges
 
 @dataclass(frozen=True)
 class GAE(AdvantageEstimator):
-    """Generalized advantage estimation.
+    """Generalized advantage estimation, the usual estimator with a critic.
 
-    delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lambda A_{t+1};   returns = A + V,
-    where A is 0 after the last token, and V, too, unless ``bootstrap_truncated``. Positions where the mask is False
-    (padding, tokens that an environment wrote) are skipped: they neither decay nor bootstrap, so t + 1 is the next
-    *policy* token.
-    See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et al. 2016, eq. 16.
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t = delta_t + gamma lambda A_{t+1}
+        returns = A + V
 
-    With ``critic_lambda`` and ``length_alpha``, returns have a separate lambda, and that of the policy is
-    1 - 1 / (alpha l) for a response of l policy tokens, at least 0, so that the reward reaches the first tokens of long
-    responses. See "VAPO: Efficient and Reliable Reinforcement Learning for Advanced Reasoning Tasks", Yue et al. 2025,
-    section 4.1 and equation 8, with a critic lambda of 1 and an alpha of 0.05.
+    After the last token A is 0, and V is 0, too, unless ``bootstrap_truncated``. Positions where the mask is False
+    (padding, tokens that an environment wrote) are skipped. They neither decay nor bootstrap, so t + 1 is the next
+    *policy* token. See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et al.
+    2016, eq. 16.
+
+    For long responses, you can set ``critic_lambda`` and ``length_alpha``. Returns then use their own lambda, and the
+    policy's lambda is 1 - 1 / (alpha l) for a response of l policy tokens, at least 0, so that the reward reaches the
+    first tokens. See "VAPO: Efficient and Reliable Reinforcement Learning for Advanced Reasoning Tasks", Yue et al.
+    2025, section 4.1 and equation 8, with a critic lambda of 1 and an alpha of 0.05.
 
     Args:
         gamma: discount per token, in [0, 1].
-        gae_lambda: trades bias (0) for variance (1), in [0, 1]; 1 gives Monte Carlo returns.
-        whiten: shift and scale the advantages to mean 0, variance 1 over the whole batch and all ranks.
+        gae_lambda: trades bias (0) for variance (1), in [0, 1]. 1 gives Monte Carlo returns.
+        whiten: whether to shift and scale the advantages to mean 0, variance 1 over the whole batch and all ranks.
             Returns are computed before.
         bootstrap_truncated: whether the critic's value after the last token replaces 0 there, for responses that the
             length limit cut.
-        critic_lambda: lambda of the returns, in [0, 1]; None uses that of the advantages.
-        length_alpha: alpha of the length-adaptive lambda of the advantages, positive, which replaces ``gae_lambda``;
-            None does not adapt it.
+        critic_lambda: lambda of the returns, in [0, 1]. None uses the lambda of the advantages.
+        length_alpha: alpha of the length-adaptive lambda of the advantages, positive. It replaces ``gae_lambda``. None
+            does not adapt it.
     """
 
     needs_critic: ClassVar[bool] = True

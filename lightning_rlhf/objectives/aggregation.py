@@ -55,12 +55,12 @@ class TokenSum(Aggregation):
 class SequenceMeanTokenSum(Aggregation):
     """The mean over responses of the sum over their tokens, divided by a constant.
 
-    With ``scale`` the longest response a run allows this is Dr. GRPO's loss ("Understanding R1-Zero-Like Training",
-    Liu et al. 2025, section 3.2), which prefers neither short nor long answers. It is a constant and never the width
-    of a padded batch, which would change the gradient from step to step.
+    With ``scale`` set to the longest response that your run allows, this is Dr. GRPO's loss ("Understanding
+    R1-Zero-Like Training", Liu et al. 2025, section 3.2), which prefers neither short nor long answers. The scale is a
+    constant and never the width of a padded batch, because that would change the gradient from step to step.
 
     Args:
-        scale: divides each token's loss, positive; 1 is the plain sum.
+        scale: divides each token's loss, positive. 1 is the plain sum.
     """
 
     scale: float = 1.0

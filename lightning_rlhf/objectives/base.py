@@ -21,22 +21,21 @@ class AdvantageInputs:
     """Inputs of an advantage estimator: B responses of at most T tokens.
 
     Args:
-        token_rewards: reward of each token, reward units: the response's reward at its last policy token, less
-            the KL penalty of each.
-        mask: True on policy tokens; False on padding and on tokens that an environment wrote.
+        token_rewards: reward of each token, reward units: the response's reward at its last policy token, less every
+            token's KL penalty.
+        mask: True on policy tokens, False on padding and on tokens that an environment wrote.
         group: number of the prompt, from 0. All responses to a prompt are on one rank.
-        values: value of the critic before each token, reward units; None without a critic.
-        final_values: value of the critic after the last token of a response that the length limit cut, 0 for
-            others; None unless the estimator bootstraps.
-        rewards: name to (B,), what each reward function gave, unweighted; NaN where it did not apply.
-        greedy_reward: reward of the greedy response to the same prompt; None unless ``needs_greedy``.
-        sum_pi_squared: sum over the vocabulary of the squared probabilities; None unless
-            ``needs_sum_pi_squared``.
-        logprobs: log-probabilities of the actor before the first update; None unless
-            ``needs_sum_pi_squared`` or ``needs_ref``.
-        weights: importance weights of a rollout correction; None without one.
-        ref_logprobs: log-probabilities of the frozen reference; None unless ``needs_ref``.
-        source: number of the source of each prompt; None if the data has none.
+        values: value of the critic before each token, reward units. None without a critic.
+        final_values: value of the critic after the last token of a response that the length limit cut, 0 for others.
+            None unless the estimator bootstraps.
+        rewards: name to (B,), what each reward function gave, unweighted, NaN where it did not apply.
+        greedy_reward: reward of the greedy response to the same prompt. None unless ``needs_greedy``.
+        sum_pi_squared: sum over the vocabulary of the squared probabilities. None unless ``needs_sum_pi_squared``.
+        logprobs: log-probabilities of the actor before the first update. None unless ``needs_sum_pi_squared`` or
+            ``needs_ref``.
+        weights: importance weights of a rollout correction. None without one.
+        ref_logprobs: log-probabilities of the frozen reference. None unless ``needs_ref``.
+        source: number of the source of each prompt. None if the data name no sources.
     """
 
     token_rewards: Float[Tensor, "B T"]
@@ -63,7 +62,7 @@ class AdvantageInputs:
         """Return the inputs of some responses, with groups numbered from 0.
 
         Args:
-            rows: all responses to a prompt or none.
+            rows: rows to keep. Keep all responses to a prompt or none.
         """
 
         def chosen(value: Any) -> Any:
@@ -81,7 +80,10 @@ class AdvantageInputs:
 
 
 class AdvantageEstimator(ABC):
-    """Estimates advantages. Subclasses are frozen dataclasses, whose class attributes declare the inputs they need."""
+    """Estimates advantages, usually from rewards.
+
+    To write your own, subclass this as a frozen dataclass and declare the inputs that you need by class attributes.
+    """
 
     needs_critic: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False  # at least two responses to each prompt
@@ -92,7 +94,7 @@ class AdvantageEstimator(ABC):
     reads_total_reward: ClassVar[bool] = True  # False: only ``rewards``, so that reward model and KL penalty are unseen
 
     def has_reward(self, reward: Float[Tensor, B], rewards: Mapping[str, Tensor]) -> Bool[Tensor, B]:
-        """The responses that have what the estimator reads; it sees no others.
+        """Mark the responses that come with everything the estimator reads, (B,) bool. It sees no others.
 
         Args:
             reward: total reward, NaN for responses without one.
@@ -121,9 +123,9 @@ class PolicyTokens:
     Args:
         logprobs: log-probabilities of the actor, with gradient.
         old_logprobs: log-probabilities of the actor before the first update.
-        advantages: advantages.
+        advantages: advantages from the estimator, positive for tokens to make more likely.
         mask: the tokens to learn from.
-        selected_tokens: rows of the result of :meth:`PolicyLoss.select_tokens`; False without selection.
+        selected_tokens: rows of the result of :meth:`PolicyLoss.select_tokens`. False without selection.
         rollout_logprobs: log-probabilities of the engine that sampled the tokens.
     """
 
@@ -167,7 +169,7 @@ class PolicyTokens:
 
 
 class PolicyLoss(ABC):
-    """From log-probabilities and advantages to one loss per token; the module aggregates."""
+    """Turns log-probabilities and advantages into one loss per token. The module aggregates them."""
 
     uses_ratio: ClassVar[bool] = True  # whether exp(logprobs - old_logprobs) is part of the loss
     selects_tokens: ClassVar[bool] = False  # whether select_tokens() is called for each mini-batch
@@ -176,7 +178,7 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and diagnostics of each token.
+        """Compute loss and diagnostics of each token. This is the method that you write in a subclass.
 
         Returns:
             loss: (B, T).
@@ -209,7 +211,7 @@ class PolicyLoss(ABC):
         generator: torch.Generator,
         ranks: DataRanks = ONE_RANK,
     ) -> Bool[Tensor, "B T"]:
-        """Tokens of a whole mini-batch that the loss treats differently.
+        """Choose the tokens of a whole mini-batch that the loss treats differently.
 
         Args:
             tokens: tokens of the mini-batch, with the log-probabilities at its start, without gradient.

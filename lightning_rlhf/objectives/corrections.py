@@ -26,36 +26,38 @@ Parts = dict[str, tuple[Tensor, Tensor]]  # values and the mask of those that co
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Importance weights and rejections for tokens that were sampled from another policy than the one in training.
+    """Weights or rejects tokens that were sampled from another policy than the one in training.
 
-    The engine's kernels and precision, and staleness, make the rollout policy differ from the actor. By default, only
-    metrics of that are computed.
+    The rollout policy differs from the actor because of the engine's kernels and precision, and because of staleness.
+    By default you only get metrics of this gap.
 
-    With l = log(train / rollout) of a token, clamped to [-20, 20], the ratio at a level is
-        exp(l)                            ``token``
-        exp(sum of l over the response)   ``sequence``, the sum clamped in the same way
-        exp(mean of l over the response)  ``geometric``
+    With l = log(train / rollout) of a token, clamped to [-20, 20], the ratio at each level is
+
+        token        exp(l)
+        sequence     exp(sum of l over the response), the sum clamped in the same way
+        geometric    exp(mean of l over the response)
+
     The weight is the ratio truncated to the bounds (TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training", Yao et al. 2025), or 0 outside them (IcePop, "Every Step Evolves", Ling Team 2025). It multiplies the
-    loss of a token, which still counts in the denominator; a rejected token does not count.
+    loss of a token. A token of weight 0 still counts in the denominator, but a rejected token does not.
 
-    Presets of verl are classmethods of the same names, such as ``RolloutCorrection.bypass_ppo_clip()`` and
+    verl's presets are classmethods of the same names, for example ``RolloutCorrection.bypass_ppo_clip()`` and
     ``RolloutCorrection.decoupled_token_is(upper=2.0)``. In YAML, ``class_path`` may name the class or a classmethod.
 
     Args:
-        level: level of the ratio that is the weight; None gives every token weight 1.
-        upper: upper bound of the ratio, positive; ``.inf`` for none.
-        lower: lower bound of the ratio, in [0, upper]; None is 0.
-        mode: ``truncate`` moves a ratio out of bounds to the bound, ``mask`` to 0.
-        batch_normalize: whether weights are divided by their mean over the tokens (``token``) or responses (else) that
-            are accepted, on all ranks.
-        rejections: rules that reject tokens; a token is accepted if all rules accept it.
-        bypass: whether the rollout's log-probabilities replace the actor's before the first update, so that the actor
-            is not evaluated then. The ratio of a clipped policy loss is then train / rollout already and needs no
-            weights (``level`` None); a plain policy gradient has no ratio, and needs them. Weights and rejections
+        level: level of the ratio that is the weight. None gives every token weight 1.
+        upper: upper bound of the ratio, positive. ``.inf`` sets none.
+        lower: lower bound of the ratio, in [0, upper]. None is 0.
+        mode: what happens to a ratio out of bounds. ``truncate`` moves it to the bound, ``mask`` to 0.
+        batch_normalize: whether weights are divided by their mean over the accepted tokens (``token``) or responses
+            (other levels), on all ranks.
+        rejections: rules that reject tokens. A token is accepted if all rules accept it.
+        bypass: whether the rollout's log-probabilities replace the actor's before the first update. This saves an
+            evaluation of the actor. The ratio of a clipped policy loss is then train / rollout already and needs no
+            weights (``level`` None). A plain policy gradient uses no ratio, so it needs them. Weights and rejections
             depend on the current actor: call :meth:`of_rows` with its log-probabilities for each micro-batch. A token
             rejected there still counts in the denominator, which was fixed before, and in the entropy bonus and the KL
-            loss. An update in which all tokens are rejected is left out, unless bonus or KL loss have a gradient.
+            loss. An update in which all tokens are rejected is left out, unless bonus or KL loss give a gradient.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = None

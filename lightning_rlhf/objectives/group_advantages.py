@@ -19,7 +19,7 @@ from lightning_rlhf.ranges import check_range
 
 
 class GroupAdvantage(AdvantageEstimator):
-    """Advantages of whole responses, compared with others to the same prompt. Returns are the responses' rewards."""
+    """Compares whole responses with others to the same prompt. Returns are the responses' rewards."""
 
     needs_groups: ClassVar[bool] = True
 
@@ -32,7 +32,7 @@ class GroupAdvantage(AdvantageEstimator):
     def of_responses(
         self, inputs: AdvantageInputs, member: Bool[Tensor, "B"], ranks: DataRanks
     ) -> Float64[Tensor, "B"]:
-        """Advantage of each response, 0 for responses that are not members.
+        """Return the advantage of each response, 0 for responses that are not members.
 
         Args:
             inputs: responses of this rank.
@@ -54,11 +54,11 @@ def over_tokens(values: Float[Tensor, "B"], inputs: AdvantageInputs) -> Float[Te
 class GRPO(GroupAdvantage):
     """Group relative advantages: A = (R - mean of the group) / (std of the group + eps).
 
-    The std has divisor n - 1. Equal rewards give exactly 0. See "DeepSeekMath", Shao et al. 2024, section 4.1.2.
+    The std uses divisor n - 1. Equal rewards give exactly 0. See "DeepSeekMath", Shao et al. 2024, section 4.1.2.
 
     Args:
-        normalize_std: divide by the std; without, prompts whose rewards vary little do not count more (Dr. GRPO,
-            "Understanding R1-Zero-Like Training", Liu et al. 2025, section 3.2).
+        normalize_std: whether to divide by the std. Without it, prompts with little spread in their rewards do not
+            count more (Dr. GRPO, "Understanding R1-Zero-Like Training", Liu et al. 2025, section 3.2).
         eps: reward units, positive.
     """
 

@@ -20,15 +20,15 @@ class KLTerm:
     """A KL penalty against the reference.
 
     Args:
-        coef: weight of the penalty, at least 0; 0 switches it off.
+        coef: weight of the penalty, at least 0. 0 switches it off.
         estimator: see :func:`lightning_rlhf.functional.kl.kl_estimate`. In the reward, k1 and k3 are unbiased. In the
-            loss, k2, k3+, k1+ and abs+ have the gradient of KL(actor || ref), k3 has the gradient of
-            KL(ref || actor), and the gradient of k1 is zero in expectation.
-        clamp: largest absolute value of a token's estimate, nats, positive; None does not clamp.
+            loss, k2, k3+, k1+ and abs+ give the gradient of KL(actor || ref), k3 gives the gradient of KL(ref ||
+            actor), and the gradient of k1 is zero in expectation.
+        clamp: largest absolute value of a token's estimate, nats, positive. None does not clamp.
         importance: whether each estimate is multiplied by the ratio actor / old actor, with gradient. Value and
             gradient of k1 and k3 then equal KL(actor || ref) in expectation over tokens of the old actor, however far
-            the actor has moved ("DeepSeek-V3.2", DeepSeek-AI 2025, section 3.1). It changes the loss only: in the
-            reward the ratio is 1.
+            the actor has moved ("DeepSeek-V3.2", DeepSeek-AI 2025, section 3.1). It changes only the loss, because in
+            the reward the ratio is 1.
     """
 
     coef: float = 0.0
@@ -78,12 +78,13 @@ class KLTerm:
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """Changes the KL coefficient so that the measured KL approaches a target.
+    """Changes the KL coefficient so that the measured KL approaches your target.
 
-    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1))
+        coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1))
 
-    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2, whose last factor is
-    responses / horizon. The minimum keeps a batch larger than the horizon from making the coefficient negative.
+    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2. The paper's last factor
+    is responses / horizon. We take the minimum, because a batch larger than the horizon could otherwise make the
+    coefficient negative.
 
     Args:
         target: target of KL(actor || ref), nats per response, positive.

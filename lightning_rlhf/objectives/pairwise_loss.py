@@ -13,12 +13,13 @@ from lightning_rlhf.ranges import check_ranges
 class PairwiseLoss:
     """Bradley-Terry loss of preference pairs, with margin and centring.
 
-    L = -log sigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected)^2.
-    See "Training language models to follow instructions with human feedback", Ouyang et al. 2022, eq. 1;
-    margin: "Llama 2", Touvron et al. 2023, eq. 2; centring: "Helping or Herding?", Eisenstein et al. 2023.
+        L = -log sigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected)^2
+
+    See "Training language models to follow instructions with human feedback", Ouyang et al. 2022, eq. 1, for the margin
+    "Llama 2", Touvron et al. 2023, eq. 2, and for centring "Helping or Herding?", Eisenstein et al. 2023.
 
     Args:
-        center_coef: weight of the term that keeps scores around 0, at least 0; 0 switches it off.
+        center_coef: weight of the term that keeps scores around 0, at least 0. 0 switches it off.
     """
 
     center_coef: float = 0.0

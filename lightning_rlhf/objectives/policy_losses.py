@@ -22,16 +22,18 @@ from lightning_rlhf.ranges import check_ranges
 class ClippedPolicyLoss(PolicyLoss):
     """PPO's clipped surrogate, with separate bounds and dual clip.
 
-    L = max(-A r, -A clip(r, 1 - low, 1 + high));
-    where A < 0 additionally L = min(L, -A dual_clip), which bounds the loss of a token that the policy came to prefer
-    although it was bad. See "Proximal Policy Optimization Algorithms", Schulman et al. 2017, eq. 7, and
-    "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", Ye et al. 2020, eq. 5 (dual clip).
+        L = max(-A r, -A clip(r, 1 - low, 1 + high))
+        L = min(L, -A dual_clip)                        in addition where A < 0
+
+    The second line bounds the loss of a bad token that the policy came to prefer. See "Proximal Policy Optimization
+    Algorithms", Schulman et al. 2017, eq. 7, and for the dual clip "Mastering Complex Control in MOBA Games with Deep
+    Reinforcement Learning", Ye et al. 2020, eq. 5.
 
     Args:
         clip_range: both bounds, in (0, 1), unless the next two override it.
-        clip_range_low: largest decrease of the ratio below 1, in (0, 1]; None takes ``clip_range``.
-        clip_range_high: largest increase of the ratio above 1, positive; None takes ``clip_range``.
-        dual_clip: largest ratio that counts where the advantage is negative, above 1; None switches it off.
+        clip_range_low: largest decrease of the ratio below 1, in (0, 1]. None takes ``clip_range``.
+        clip_range_high: largest increase of the ratio above 1, positive. None takes ``clip_range``.
+        dual_clip: largest ratio that counts where the advantage is negative, above 1. None switches it off.
     """
 
     clip_range: float = 0.2
@@ -76,7 +78,7 @@ class ClippedPolicyLoss(PolicyLoss):
 class ReinforceLoss(PolicyLoss):
     """The plain policy gradient: L = -A logprob, without a ratio and without a clip.
 
-    Right as long as the actor is the policy that sampled: one update on each rollout. Also the loss of GPG ("GPG: A
+    Use it while the actor is the policy that sampled: one update on each rollout. It is also the loss of GPG ("GPG: A
     Simple and Strong Reinforcement Learning Baseline", Chu et al. 2025), which differs in its advantages.
     See "Simple Statistical Gradient-Following Algorithms", Williams 1992, eq. 11.
     """
@@ -92,12 +94,13 @@ class ReinforceLoss(PolicyLoss):
 class CISPOLoss(PolicyLoss):
     """The policy gradient weighted by the clipped ratio, so that a clipped token keeps its gradient.
 
-    L = -sg[clip(r, 1 - low, 1 + high)] A logprob.
-    See "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", MiniMax 2025, eqs. 4 and 5, which
-    sets no lower bound. The paper's aggregation is ``TokenMean``.
+        L = -sg[clip(r, 1 - low, 1 + high)] A logprob
+
+    See "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", MiniMax 2025, eqs. 4 and 5. The
+    paper sets no lower bound. Its aggregation is ``TokenMean``.
 
     Args:
-        clip_range_low: largest decrease of the weight below 1, in (0, 1]; None sets no lower bound.
+        clip_range_low: largest decrease of the weight below 1, in (0, 1]. None sets no lower bound.
         clip_range_high: largest increase of the weight above 1, positive. The default lets it reach 5, as "The Art of
             Scaling Reinforcement Learning Compute for LLMs", Khatri et al. 2025, recommends.
     """

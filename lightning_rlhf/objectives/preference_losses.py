@@ -17,7 +17,7 @@ from lightning_rlhf.ranges import check_ranges
 class DirectLoss(ABC):
     """Loss of a pair from the log-ratios of its two answers, log pi(y|x) - log ref(y|x), nats.
 
-    ``beta`` times the log-ratio is the reward that the policy gives the answer: see "Direct Preference Optimization:
+    ``beta`` times the log-ratio is the reward that the policy gives the answer. See "Direct Preference Optimization:
     Your Language Model is Secretly a Reward Model", Rafailov et al. 2023, eq. 5.
 
     Args:
@@ -53,12 +53,14 @@ class DirectLoss(ABC):
 class DPOLoss(DirectLoss):
     """Direct preference optimization: the Bradley-Terry loss of the rewards that the policy implies.
 
-    L = -(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d),   d = chosen - rejected, s = label_smoothing.
-    See Rafailov et al. 2023, eq. 7; s > 0 is conservative DPO: "A note on DPO with noisy preferences", Mitchell 2023.
-    With ``length_normalized``, the variant of "Tulu 3", Lambert et al. 2024.
+        L = -(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d)
+        d = chosen - rejected, s = label_smoothing
+
+    See Rafailov et al. 2023, eq. 7. With s > 0 you get conservative DPO ("A note on DPO with noisy preferences",
+    Mitchell 2023), and with ``length_normalized`` the variant of "Tulu 3", Lambert et al. 2024.
 
     Args:
-        label_smoothing: assumed fraction of pairs with swapped labels, in [0, 0.5).
+        label_smoothing: fraction of pairs that you assume to have swapped labels, in [0, 0.5).
     """
 
     label_smoothing: float = 0.0
@@ -76,9 +78,10 @@ class DPOLoss(DirectLoss):
 
 @dataclass(frozen=True)
 class RobustDPOLoss(DPOLoss):
-    """DPO whose expectation over noisy labels equals that of DPO over correct labels.
+    """DPO for noisy labels: in expectation over the noise, it equals DPO over correct labels.
 
-    L = (-(1 - s) log sigmoid(beta d) + s log sigmoid(-beta d)) / (1 - 2 s).
+        L = (-(1 - s) log sigmoid(beta d) + s log sigmoid(-beta d)) / (1 - 2 s)
+
     See "Provably Robust DPO: Aligning Language Models with Noisy Feedback", Chowdhury et al. 2024.
     """
 
@@ -93,10 +96,12 @@ class RobustDPOLoss(DPOLoss):
 
 @dataclass(frozen=True)
 class HingeLoss(DirectLoss):
-    """The hinge instead of the logistic: pairs whose rewards are 1 apart teach nothing more.
+    """The hinge instead of the logistic: pairs with rewards that are 1 apart teach nothing more.
 
-    L = max(0, 1 - beta d). See "SLiC-HF", Zhao et al. 2023, and with the log-ratios "Statistical Rejection Sampling
-    Improves Preference Optimization", Liu et al. 2023.
+        L = max(0, 1 - beta d)
+
+    See "SLiC-HF", Zhao et al. 2023, and with the log-ratios "Statistical Rejection Sampling Improves Preference
+    Optimization", Liu et al. 2023.
     """
 
     @override
@@ -106,11 +111,13 @@ class HingeLoss(DirectLoss):
 
 @dataclass(frozen=True)
 class IPOLoss(DirectLoss):
-    """Identity preference optimization: the log-ratios are to differ by 1 / (2 beta), and no more.
+    """Identity preference optimization: moves the log-ratios 1 / (2 beta) apart, and no further.
 
-    L = (d - 1 / (2 beta))^2. See "A General Theoretical Paradigm to Understand Learning from Human Preferences", Azar
-    et al. 2023, eq. 17, where beta is tau. The paper's log-ratios are of whole answers; TRL's are means over tokens, as
-    the paper's authors advised.
+        L = (d - 1 / (2 beta))^2
+
+    See "A General Theoretical Paradigm to Understand Learning from Human Preferences", Azar et al. 2023, eq. 17, where
+    beta is tau. The paper takes log-ratios of whole answers. TRL takes means over tokens, as the paper's authors
+    advised.
     """
 
     length_normalized: bool = True
@@ -125,9 +132,10 @@ class IPOLoss(DirectLoss):
 class APOZeroLoss(DirectLoss):
     """Anchored preference optimization for preferred answers that are better than the policy's.
 
-    L = 1 - sigmoid(beta chosen) + sigmoid(beta rejected): the preferred answer becomes more likely, the other less.
-    See "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
-    D'Oosterlinck et al. 2024, equation 7.
+        L = 1 - sigmoid(beta chosen) + sigmoid(beta rejected)
+
+    The preferred answer becomes more likely, the other less. See "Anchored Preference Optimization and Contrastive
+    Revisions: Addressing Underspecification in Alignment", D'Oosterlinck et al. 2024, equation 7.
     """
 
     @override
@@ -140,8 +148,9 @@ class APOZeroLoss(DirectLoss):
 class APODownLoss(DirectLoss):
     """Anchored preference optimization for preferred answers that are worse than the policy's.
 
-    L = sigmoid(beta chosen) + 1 - sigmoid(beta (chosen - rejected)): both answers become less likely, the rejected one
-    more so. See D'Oosterlinck et al. 2024, equation 8.
+        L = sigmoid(beta chosen) + 1 - sigmoid(beta (chosen - rejected))
+
+    Both answers become less likely, the rejected one more so. See D'Oosterlinck et al. 2024, equation 8.
     """
 
     @override
@@ -154,12 +163,13 @@ class APODownLoss(DirectLoss):
 class SimPOLoss(DirectLoss):
     """Simple preference optimization: the reward is the mean log-probability of a token, without a reference.
 
-    L = -log sigmoid(beta (chosen - rejected) - margin).
+        L = -log sigmoid(beta (chosen - rejected) - margin)
+
     See "SimPO: Simple Preference Optimization with a Reference-Free Reward", Meng et al. 2024, equation 6, where the
     margin is gamma. The paper's learning rates are 3e-7 to 1e-6.
 
     Args:
-        margin: difference of the rewards from which on a pair teaches less, reward units, at least 0.
+        margin: a pair teaches less once its rewards differ by more than this, reward units, at least 0.
     """
 
     uses_reference: ClassVar[bool] = False
@@ -180,12 +190,14 @@ class SimPOLoss(DirectLoss):
 
 @dataclass(frozen=True)
 class ORPOLoss(DirectLoss):
-    """Odds ratio preference optimization, without a reference: the odds of the preferred answer are to be larger.
+    """Odds ratio preference optimization, without reference: raises the preferred answer's odds above the other's.
 
-    L = -beta log sigmoid(log odds(chosen) - log odds(rejected)),  log odds = l - log(1 - exp(l)) with l the mean
-    log-probability of a token. The paper adds the supervised loss of the preferred answer, with ``sft_coef: 1`` of
-    DPOModule. See "ORPO: Monolithic Preference Optimization without Reference Model", Hong et al. 2024, equations 6 and
-    7, where beta is lambda.
+        L = -beta log sigmoid(log odds(chosen) - log odds(rejected))
+        log odds = l - log(1 - exp(l)), l = mean log-probability of a token
+
+    The paper adds the supervised loss of the preferred answer. You get it with ``sft_coef: 1`` of DPOModule. See "ORPO:
+    Monolithic Preference Optimization without Reference Model", Hong et al. 2024, equations 6 and 7, where beta is
+    lambda.
     """
 
     uses_reference: ClassVar[bool] = False
@@ -209,8 +221,10 @@ def _log_odds(logprobs: Tensor) -> Tensor:
 class KTOLoss:
     """Kahneman-Tversky optimization: each response is a gain or a loss against a reference point.
 
-    L = w_desirable (1 - sigmoid(beta (r - z))) for answers to give, w_undesirable (1 - sigmoid(beta (z - r))) for
-    others; r is the log-ratio, and z >= 0 the policy's KL to the reference.
+        L = w_desirable (1 - sigmoid(beta (r - z)))      answers to give
+        L = w_undesirable (1 - sigmoid(beta (z - r)))    other answers
+
+    r is the log-ratio, and z >= 0 the policy's KL to the reference.
     See "KTO: Model Alignment as Prospect Theoretic Optimization", Ethayarajh et al. 2024, eqs. 7 and 8.
 
     Args:
@@ -247,15 +261,16 @@ class KTOLoss:
 
 @dataclass(frozen=True)
 class REBELLoss:
-    """Squared error of the difference in reward between two responses, as the policy's log-ratios imply it.
+    """Squared error between two responses' difference in reward and the difference that the policy's log-ratios imply.
 
-    L = ((first - second) / eta - (reward_1 - reward_2))^2.
+        L = ((first - second) / eta - (reward_1 - reward_2))^2
+
     See "REBEL: Reinforcement Learning via Regressing Relative Rewards", Gao et al. 2024, eq. 1. The authors' code
     minimises eta^2 L, with the same minimum.
 
     Args:
-        eta: size of the step of the policy, nats per reward unit, positive: a response whose reward is larger by 1
-            than the other's is to become exp(eta) times as likely in relation to it.
+        eta: size of the policy's step, nats per reward unit, positive. If one response's reward is larger by 1 than the
+            other's, its relative probability should rise by a factor of exp(eta).
     """
 
     eta: float = 1.0

@@ -15,9 +15,10 @@ from lightning_rlhf.ranges import check_range
 
 @dataclass(frozen=True)
 class Rejection:
-    """Rejects tokens, or whole responses, whose probabilities under trained policy and rollout policy differ too much.
+    """Rejects tokens or whole responses if their probabilities under trained and rollout policy differ too much.
 
-    With l = log(train / rollout) of a token, clamped to [-20, 20]:
+    With l = log(train / rollout) of a token, clamped to [-20, 20], the statistics are
+
         k1 = l                  bounded as a ratio: accepted where lower <= exp(k1) <= upper
         k2 = l^2 / 2            accepted where k2 <= upper, nats
         k3 = exp(l) - 1 - l     accepted where k3 <= upper, nats
@@ -25,11 +26,11 @@ class Rejection:
     See "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", Liu et al. 2025.
 
     Args:
-        statistic: statistic that is compared.
+        statistic: statistic to compare with the bounds.
         level: ``token`` drops tokens. The others drop whole responses, by the sum or mean of the statistic over their
             tokens, or with ``sequence_max`` as soon as one token is out of bounds.
-        upper: upper bound, positive; for k1 a ratio train / rollout, else nats.
-        lower: lower bound of the ratio train / rollout, positive, only with k1; None is 1 / upper.
+        upper: upper bound, positive. For k1 a ratio train / rollout, else nats.
+        lower: lower bound of the ratio train / rollout, positive, only with k1. None is 1 / upper.
     """
 
     statistic: Literal["k1", "k2", "k3"]

@@ -15,18 +15,20 @@ Method = Literal["pow", "max_min", "max_random"]
 
 @dataclass(frozen=True)
 class ScoreResampling:
-    """Policy filtration: draws rows of a batch with replacement, more often those whose scores are reliable.
+    """Policy filtration: draws rows of a batch with replacement, and more often the ones with reliable scores.
 
-    The probability of a row is proportional to w + 1e-8, with w by method:
+    The probability of a row is proportional to w + 1e-8. The method sets w:
+
         pow          (|score| / largest |score|)^power
         max_min      1 for the largest and the smallest score, 0 for others
         max_random   0.4 for the largest score, 0.1 for others
-    All rows that share the largest or smallest score have its weight.
+
+    If several rows share the largest or smallest score, all of them get its weight.
     See "Policy Filtration for RLHF to Mitigate Noise in Reward Models", Shen and Zhang 2024 (PF-PPO).
 
     Args:
         method: ``pow``, ``max_min`` or ``max_random``.
-        power: exponent of ``pow``, at least 0; 0 draws all rows with equal probability.
+        power: exponent of ``pow``, at least 0. 0 draws all rows with equal probability.
     """
 
     method: Method = "pow"

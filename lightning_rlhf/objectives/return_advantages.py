@@ -17,8 +17,11 @@ from lightning_rlhf.ranges import check_ranges
 class ReinforcePlusPlus(AdvantageEstimator):
     """REINFORCE++: rewards-to-go, whitened over all policy tokens of the batch and all ranks.
 
-    G_t = r_t + gamma G_{t+1};   A = (G - mean) / std;   returns = G.   t + 1 is the next *policy* token.
-    See "REINFORCE++", Hu et al. 2025.
+        G_t = r_t + gamma G_{t+1}
+        A = (G - mean) / std
+        returns = G
+
+    Here t + 1 is the next *policy* token. See "REINFORCE++", Hu et al. 2025.
 
     Args:
         gamma: discount per token, in [0, 1].
@@ -39,9 +42,12 @@ class ReinforcePlusPlus(AdvantageEstimator):
 class ReMax(AdvantageEstimator):
     """Rewards-to-go minus the reward of the greedy response to the same prompt.
 
-    A_t = G_t - R(greedy), G_t = r_t + G_{t+1};   returns = G.
-    See "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models",
-    Li et al. 2024, section 4.
+        G_t = r_t + G_{t+1}
+        A_t = G_t - R(greedy)
+        returns = G
+
+    See "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models", Li
+    et al. 2024, section 4.
     """
 
     needs_greedy: ClassVar[bool] = True

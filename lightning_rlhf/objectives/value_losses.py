@@ -13,10 +13,12 @@ from lightning_rlhf.ranges import check_range
 class ClippedValueLoss:
     """Squared error of the critic, with the change of the value bounded.
 
-    L = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), as in OpenAI's baselines.
+        L = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+
+    The formula is the one in OpenAI's baselines.
 
     Args:
-        clip_range: c, reward units, positive; None is plain squared error.
+        clip_range: c, reward units, positive. None is plain squared error.
     """
 
     clip_range: float | None = 0.5

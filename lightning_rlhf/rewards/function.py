@@ -62,12 +62,12 @@ OPENRLHF = Convention("queries", {"queries": "queries", "prompts": "prompts", "l
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of the run, passed to reward functions under TRL's name ``trainer_state``.
+    """Progress of the run, which your reward function receives under TRL's name ``trainer_state``.
 
     Args:
-        global_step: number of finished steps (prompt batches).
-        max_steps: number of steps of the run; -1 if only the number of epochs is limited.
-        epoch: number of finished passes over the data.
+        global_step: finished steps (prompt batches).
+        max_steps: steps of the run. -1 if only the number of epochs is limited.
+        epoch: finished passes over the data.
     """
 
     global_step: int = 0
@@ -77,44 +77,45 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function that scores completions, with its weight and error handling; see docs/rewards.md.
+    """Scores completions with a function of yours, with its weight and error handling (see docs/rewards.md).
 
-    A failure is an exception, a returned value that is not a reward, or a call that takes longer than ``timeout_s``.
+    A call fails if it raises an exception, returns a value that is not a reward, or takes longer than ``timeout_s``.
 
-    A parameter ``images`` receives the images of each prompt, a list of
+    If your function has a parameter ``images``, it receives the images of each prompt, a list of
     :class:`~lightning_rlhf.encoded_image.EncodedImage`, or None for a prompt without images. Prompts as text contain
     ``<image>`` in the place of each image.
 
-    Attributes of the function are read if it has them: ``__name__``, the name in logs (else the class name);
-    ``per_sample = True``; ``dry_call = False``, because a call costs money or needs a server or much memory; and
-    ``close()``, which releases resources when the run ends, also after an error. Each call gets its own copy of
-    ``arguments``, so that a state, such as answers that were seen, belongs in an object of a class. All rewards are
-    computed before the forward passes for modules that override ``receive``, ``pop_rollout``, ``evaluate`` or
-    ``training_step``. A function in the trainer's thread runs before them because it may use signals, as some parsers
-    do for time limits.
+    You can set attributes on the function. ``__name__`` is the name in logs (else the class name).
+    ``per_sample = True`` sets the default of the argument. Set ``dry_call = False`` if a call costs money or needs a
+    server or much memory. ``close()`` releases resources when the run ends, even after an error. Each call gets its own
+    copy of ``arguments``, so keep a state, such as answers that were seen, in an object of a class.
+
+    All rewards are computed before the forward passes for modules that override ``receive``, ``pop_rollout``,
+    ``evaluate`` or ``training_step``. A function in the trainer's thread runs before them because it may use signals,
+    as some parsers do for time limits.
 
     Args:
-        function: callable, or its reference ``file.py:name`` or ``module:name``; in YAML also a dotted path or
+        function: callable, or its reference ``file.py:name`` or ``module:name``. In YAML also a dotted path or
             ``class_path``.
-        weight: factor of the reward in the sum; 0 only logs it.
-        name: name in logs; None uses the function's own name.
-        arguments: further keyword arguments of every call; for a class, arguments of its constructor.
-        messages: whether prompts and completions are passed as lists of chat messages, as in TRL, instead of text. The
-            content of a message with images is a list of parts: ``{type: text, text: ...}`` and ``{type: image, image:
-            ...}`` with an ``EncodedImage``.
+        weight: factor of the reward in the sum. 0 only logs it.
+        name: name in logs. None uses the function's own name.
+        arguments: further keyword arguments of every call. For a class, arguments of its constructor.
+        messages: whether to pass prompts and completions as lists of chat messages, as in TRL, instead of text. The
+            content of a message with images is a list of parts: ``{type: text, text: ...}`` and
+            ``{type: image, image: ...}`` with an ``EncodedImage``.
         per_sample: whether to score each completion in a separate call as soon as it is finished, in several threads.
-            None uses the function's ``per_sample`` attribute. ``timeout_s`` and verl's signature imply it; verl's
+            None uses the function's ``per_sample`` attribute. ``timeout_s`` and verl's signature imply it. verl's
             functions run in one thread.
-        timeout_s: time limit for one completion, seconds, positive; the function then runs in worker processes, which
-            are killed with all processes that they started. They import the function again, so it must be defined at
-            the top level of a file, and have no GPU and none of a launcher's variables. A call whose process receives
-            SIGKILL otherwise is repeated once. An ``async`` function stays in the trainer's process and is cancelled;
-            its time starts when the completion is finished and includes waiting in its own queue, so that rewards from
-            a server have a ``timeout_s`` for each request in their ``endpoint`` instead. None: no limit.
-        on_error: action at a failure: ``raise`` ends the run, ``skip`` omits this reward of the response, ``zero`` sets
+        timeout_s: time limit for one completion, seconds, positive. With a limit, the function runs in worker
+            processes, which are killed with all processes that they started. They import the function again, so define
+            it at the top level of a file. They see no GPU and none of a launcher's variables. A call whose process
+            receives SIGKILL otherwise is repeated once. An ``async`` function stays in the trainer's process and is
+            cancelled. Its time starts when the completion is finished and includes waiting in its own queue, so for
+            rewards from a server you set ``timeout_s`` of each request in their ``endpoint`` instead. None: no limit.
+        on_error: action at a failure. ``raise`` ends the run, ``skip`` omits this reward of the response, ``zero`` sets
             it to 0.
         max_error_rate: largest fraction of a rollout's completions, in [0, 1], that may fail without ending the run.
-        dry_call: whether the function is called on two made-up completions before the run.
+        dry_call: whether to call the function on two made-up completions before the run.
     """
 
     function: str | Callable[..., Any]  # str first: otherwise the configuration cannot be saved

@@ -11,12 +11,12 @@ from lightning_rlhf.ranges import check_range
 
 @dataclass(frozen=True)
 class ScoreShaping:
-    """Clipping and weight of a reward model's score, and the score of truncated responses.
+    """Clips and weights a reward model's score, and sets the score of truncated responses.
 
     Args:
         weight: factor of the shaped score in the sum of rewards.
-        clip: bound of the score, which is clipped to [-clip, clip], positive; None: no clipping.
-        truncated_score: score of a response that reached the length limit, before clipping and weight; None uses the
+        clip: bound of the score, positive. Scores are clipped to [-clip, clip]. None: no clipping.
+        truncated_score: score of a response that reached the length limit, before clipping and weight. None uses the
             model's score.
     """
 
@@ -48,8 +48,8 @@ class ScoreShaping:
 class OverlongPenalty:
     """A reward that decreases to -1 as a response approaches the length limit ("DAPO", Yu et al. 2025, eq. 13).
 
-    0 up to ``max_tokens - buffer_tokens``, then linear to -1 at ``max_tokens``. Add it to the rewards of RolloutLoop;
-    its weight there sets the strength of the penalty.
+    It is 0 up to ``max_tokens - buffer_tokens``, then linear to -1 at ``max_tokens``. Add it to the rewards of
+    RolloutLoop, and set the strength of the penalty with its weight there.
 
     Args:
         max_tokens: length limit of a response, tokens.

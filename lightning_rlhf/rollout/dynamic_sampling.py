@@ -23,14 +23,16 @@ from lightning_rlhf.types import PromptBatch, Rollout
 class DynamicSampling:
     """Generates until enough prompts have responses of differing reward ("DAPO", Yu et al. 2025, section 3.2).
 
-    Responses are generated in rounds of ``prompts_per_step`` prompts, until that many prompts have contrast (responses
-    with different rewards) or the data's batch is exhausted. Unused prompts of the batch occur again in a later epoch.
-    If too few prompts have contrast, prompts without contrast fill the step; they count in metrics, but are not trained
-    on.
+    Use it with GRPO if your policy solves many prompts always or never, because equal rewards in a group give zero
+    advantages. Responses are generated in rounds of ``prompts_per_step`` prompts. The rounds end when that many prompts
+    show contrast (responses with different rewards), or when the data's batch is exhausted. Unused prompts of the batch
+    return in a later epoch. If too few prompts show contrast, others fill the step. They count in metrics, but you do
+    not train on them.
 
     Args:
-        prompts_per_step: prompts that a step trains on, at least 1; the data's ``batch_size`` is a multiple of it.
-        reward: name of the reward whose values must differ; None is the weighted sum of all reward functions.
+        prompts_per_step: prompts that a step trains on, at least 1. The data's ``batch_size`` must be a multiple of it.
+        reward: name of the reward that must differ between responses. None compares the weighted sum of all reward
+            functions.
     """
 
     prompts_per_step: int

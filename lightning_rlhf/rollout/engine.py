@@ -21,26 +21,26 @@ from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """Properties of an engine that a run depends on.
+    """Tells a run what an engine can do, and what it needs.
 
     Args:
-        ranks: number of consecutive ranks that share the engine; all call every method but ``request`` and ``close``,
-            in the same order. Identical requests of several of these ranks are generated once.
-        push_ranks: number of consecutive ranks of which the first reads the parameters of a push; the others exhaust
-            them without reading any, because theirs may have no values. 1: all ranks read them.
-        overlaps: whether the engine generates while the trainer computes; otherwise ``request`` generates at once.
-        mixes_versions: whether weights are loaded while responses are generated, so that their tokens have several
+        ranks: consecutive ranks that share the engine. All of them call every method but ``request`` and ``close``, in
+            the same order. Identical requests of several of these ranks are generated once.
+        push_ranks: consecutive ranks of which the first reads the parameters of a push. The others exhaust them without
+            reading any, because theirs may be without values. 1: all ranks read them.
+        overlaps: whether the engine generates while the trainer computes. Otherwise ``request`` generates at once.
+        mixes_versions: whether weights are loaded while responses are generated, so that their tokens come from several
             versions.
-        needs_idle_push: whether weights can be pushed only while no response is generated, so that ``max_staleness``
-            must be 0.
+        needs_idle_push: whether weights can be pushed only while no response is generated. ``max_staleness`` must then
+            be 0.
         swaps_adapters: whether the base weights are pushed once, and then only LoRA adapters.
-        matrix_dtype: dtype that the engine casts pushed matrices to; None is that of its setup.
+        matrix_dtype: dtype that the engine casts pushed matrices to. None takes the dtype of its setup.
         shares_cores: whether the engine's process computes on the trainer's CPU cores, with the threads of the setup.
-        gpu_fraction: fraction of the memory of each of its GPUs that the engine reserves; 0 if it has none.
-        sleeps: whether ``sleep`` frees GPU memory; the weights are then lost, and the next push must contain all.
+        gpu_fraction: fraction of the memory of each of its GPUs that the engine reserves. 0 for an engine without GPU.
+        sleeps: whether ``sleep`` frees GPU memory. The weights are then lost, and the next push must contain all.
         reads_images: whether the engine reads the images of prompts.
-        restarts: whether the engine starts again after a failure; where weights were pushed meanwhile, responses that
-            it generates again may have newer weights than were requested.
+        restarts: whether the engine starts again after a failure. If weights were pushed meanwhile, responses that it
+            generates again may come from newer weights than were requested.
     """
 
     ranks: int = 1
@@ -122,10 +122,10 @@ def engine_dtype(precision: str, source_dtype: str | None) -> Literal["float32",
 class RolloutEngine(ABC):
     """Interface of engines, which generate responses as token ids with their log-probabilities.
 
-    A subclass has at least :meth:`start`, :meth:`wait`, :meth:`update_weights` and :meth:`request`; the functions of
-    :mod:`lightning_rlhf.rollout.generation` call it.
+    To write your own engine, implement at least :meth:`start`, :meth:`wait`, :meth:`update_weights` and
+    :meth:`request`. The functions of :mod:`lightning_rlhf.rollout.generation` call it.
 
-    On a CPU the same weights, prompts, sampling parameters and seeds give the same completions, independent of the
+    On a CPU the same weights, prompts, sampling parameters and seeds give you the same completions, independent of the
     order of the requests and of earlier requests. On a GPU, kernels round differently for different batch sizes, so
     completions may differ, but their distribution is the same.
     """
@@ -136,7 +136,7 @@ class RolloutEngine(ABC):
 
     @property
     def source(self) -> str:
-        """Place to look at if the engine takes long, as the end of a log line."""
+        """Where to look if the engine takes long, as the end of a log line."""
         return ""
 
     @property
@@ -146,14 +146,14 @@ class RolloutEngine(ABC):
 
     @property
     def restarted(self) -> int:
-        """Number of times that the engine was started again after a failure."""
+        """How often the engine was started again after a failure."""
         return 0
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most engines support all parameters)
         """Validate the sampling parameters before the engine starts.
 
         Args:
-            sampling: sampling parameters of later requests.
+            sampling: parameters of later requests.
 
         Raises:
             ValueError: the engine does not support them.
@@ -161,11 +161,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def start(self, setup: EngineSetup) -> None:
-        """Start the engine; may return before it is ready."""
+        """Start the engine. It may return before the engine is ready."""
 
     @abstractmethod
     def wait(self) -> str:
-        """Block until the engine is ready; return a short description of it.
+        """Block until the engine is ready, and return a short description of it.
 
         Raises:
             EngineDied: the engine could not start.
@@ -173,10 +173,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights; later completions have this ``policy_version``.
+        """Replace all weights. Later completions get this ``policy_version``.
 
         Args:
-            parameters: (transformers name, tensor); each tensor is valid only until the next one.
+            parameters: (transformers name, tensor). Each tensor is valid only until the next one.
             version: version of the policy.
 
         Raises:
@@ -187,14 +187,14 @@ class RolloutEngine(ABC):
     def request(
         self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """Start to generate one completion per prompt; requests of several calls are generated at the same time.
+        """Start to generate one completion per prompt. Requests of several calls are generated at the same time.
 
-        Not collective: only the first of the ranks that share an engine calls this. Engines that do not overlap
-        generate at once.
+        This is not collective. If several ranks share the engine, only the first of them calls it. An engine that does
+        not overlap generates at once.
 
         Args:
-            prompts: sequences of token ids, with images if the engine ``reads_images`` and the data have some.
-            sampling: sampling parameters of each prompt, which may differ in ``max_tokens`` only.
+            prompts: sequences of token ids, with images if the engine ``reads_images`` and the data contain some.
+            sampling: sampling parameters of each prompt. They may differ only in ``max_tokens``.
             seeds: one per prompt, in [0, 2**63).
 
         Returns:
@@ -202,10 +202,10 @@ class RolloutEngine(ABC):
         """
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the adapters; only for engines that swap adapters.
+        """Replace the adapters. Only engines that swap adapters need it.
 
         Args:
-            parameters: (name in the actor, tensor); each tensor is valid only until the next one.
+            parameters: (name in the actor, tensor). Each tensor is valid only until the next one.
             version: version of the policy.
 
         Raises:
@@ -214,17 +214,17 @@ class RolloutEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes merged weights only, not adapters")
 
     def sleep(self) -> None:  # noqa: B027 (most engines keep their memory)
-        """Free the GPU memory of weights and cache; the next :meth:`update_weights` allocates it again.
+        """Free the GPU memory of weights and cache. The next :meth:`update_weights` allocates it again.
 
         All ranks of the engine call this between rollouts, when no request is running.
         """
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Return the name of the first parameter whose value differs in the engine; None if no difference is known."""
+        """Return the name of the first parameter that differs in the engine, or None if no difference is known."""
         return None
 
     def close(self) -> None:  # noqa: B027 (an engine in the trainer's process ends with it)
-        """End the engine and its processes; may be called twice."""
+        """End the engine and its processes. You may call it twice."""
 
 
 def finished(completions: Iterable[Completion]) -> list[Future[Completion]]:

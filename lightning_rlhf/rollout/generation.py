@@ -65,7 +65,7 @@ def generate(
     seeds: Sequence[int],
     on_finished: OnFinished | None = None,
 ) -> list[Completion]:
-    """Return one completion per prompt, in their order; arguments and errors are those of :func:`submit`."""
+    """Return one completion per prompt, in their order, with the arguments and errors of :func:`submit`."""
     return submit(engine, prompts, sampling, seeds, on_finished).result()
 
 
@@ -78,17 +78,17 @@ def submit(
 ) -> PendingCompletions:
     """Start to generate one completion per prompt with the weights of the last push.
 
-    Later pushes do not change these completions, unless the engine mixes versions. All ranks that share the engine call
-    this and wait for their generations in the same order, also those without prompts.
+    Later pushes do not change these completions, unless the engine mixes versions. If ranks share the engine, all of
+    them call this and wait for their generations in the same order, even a rank without prompts.
 
     Args:
         engine: engine that was started.
         prompts: token ids of each prompt, or prompts with images.
         sampling: sampling parameters, the same on all ranks that share the engine.
         seeds: one per prompt, in [0, 2**63).
-        on_finished: callback with the index of a prompt and its completion as soon as that is finished, possibly in
-            another thread, but one call at a time, on the first of the ranks that share the engine only. All calls have
-            returned when :meth:`PendingCompletions.result` returns.
+        on_finished: called with the index of a prompt and its completion as soon as that is finished. The call may come
+            from another thread, but one at a time, and only on the first of the ranks that share the engine. All calls
+            have returned when :meth:`PendingCompletions.result` returns.
 
     Raises:
         EngineDied: the engine has ended.

@@ -24,17 +24,18 @@ from lightning_rlhf.types import Completion, ConversationTokens, PromptBatch, Ro
 
 @dataclass(frozen=True)
 class GivenResponses:
-    """Which prompts of a step have a response of the data instead of sampled ones.
+    """Chooses the prompts of a step that take their response from the data instead of sampling.
 
-    A prompt with a given response has that one response, for any group size. The end token is appended to it. Given
-    responses have no reward, and metrics of rewards and of the engine leave them out; in the files of ``RolloutLog``
-    their ``stop`` is ``given``. The rewards of the sampled responses are awaited before the evaluation. A step then has
-    fewer responses than ``batch_size`` times ``group_size``, and its mini-batches are of about equal size.
+    Use it for distillation from stored answers, or to add demonstrations. A prompt with a given response gets only that
+    one, for any group size, and the end token is appended to it. Given responses get no reward, and metrics of rewards
+    and of the engine leave them out. In the files of ``RolloutLog`` their ``stop`` is ``given``. The rewards of the
+    sampled responses are awaited before the evaluation. A step then contains fewer responses than ``batch_size`` times
+    ``group_size``, in mini-batches of about equal size.
 
     Args:
         column: column of the data with the response, a text.
-        on_policy: fraction of the prompts whose responses are sampled, in [0, 1], drawn again in each epoch; or such a
-            fraction for each source of prompts. The responses to prompts of other sources are sampled.
+        on_policy: fraction of the prompts whose responses are sampled, in [0, 1], drawn again in each epoch. You can
+            also give a fraction for each source of prompts. Prompts of sources that you leave out are sampled.
 
     Raises:
         ValueError: a fraction is out of range.

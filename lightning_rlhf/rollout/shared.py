@@ -19,15 +19,15 @@ from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 
 class SharedEngine(RolloutEngine):
-    """An engine that generates for ``ranks`` consecutive ranks: started by the first of them, on the GPUs of all.
+    """Lets ``ranks`` consecutive ranks share one engine, which the first of them starts on the GPUs of all.
 
-    On a CPU the completions are the same as those of separate engines. Ranks that split a model have the same prompts;
-    these are generated once, so that the ranks cannot diverge. All ranks must call the engine equally often, also
-    without prompts.
+    On a CPU you get the same completions as from separate engines. Ranks that split a model share their prompts. Those
+    are generated once, so that the ranks cannot diverge. All ranks must call the engine equally often, even without
+    prompts.
 
     Args:
-        engine: engine that the first rank starts; for tensor parallelism ``VLLMEngine(tensor_parallel_size=ranks)``.
-        ranks: number of ranks that share an engine, on one machine; at least 2, a divisor of the number of processes.
+        engine: engine that the first rank starts. For tensor parallelism, ``VLLMEngine(tensor_parallel_size=ranks)``.
+        ranks: ranks that share an engine, on one machine. At least 2, and a divisor of the number of processes.
     """
 
     serves_several_ranks = True

@@ -32,10 +32,10 @@ from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 
 class TransformersEngine(RolloutEngine):
-    """Generation by transformers with a second copy of the actor in the trainer's process.
+    """Generates with transformers, from a second copy of the actor in the trainer's process.
 
     Args:
-        batch_size: number of prompts generated together, at least 1.
+        batch_size: prompts generated together, at least 1.
     """
 
     def __init__(self, batch_size: int = 128) -> None:

@@ -26,10 +26,11 @@ _KINK = 1e-3  # nats; within it |log r| is a parabola
 
 @dataclass(frozen=True)
 class ClipCovLoss(ClippedPolicyLoss):
-    """:class:`ClippedPolicyLoss` without the gradient of a random few tokens of large covariance.
+    """:class:`ClippedPolicyLoss` without the gradient of a few tokens with large covariance, drawn at random.
 
-    Draws as many tokens as ``fraction`` of the mini-batch, at least one, at random among those whose covariance is
-    between the bounds and whose ratio is not clipped. The loss of these is 0; they still count in the denominator.
+    It draws the given ``fraction`` of the mini-batch's tokens, at least one, from the tokens with a covariance between
+    the bounds and a ratio that is not clipped. The loss of the drawn tokens is 0, but they still count in the
+    denominator.
 
     Args:
         fraction: fraction of all tokens, in (0, 1].
@@ -73,12 +74,14 @@ class ClipCovLoss(ClippedPolicyLoss):
 
 @dataclass(frozen=True)
 class KLCovLoss(PolicyLoss):
-    """The surrogate without a clip, and the tokens of largest covariance held to the old policy.
+    """The surrogate without a clip, which holds only the tokens of largest covariance to the old policy.
 
-    L = -A r, and -A r + kl_coef |logprob - old_logprob| for the ``fraction`` of all tokens of the mini-batch, but at
-    least one, that has the largest covariance; of tokens that tie for the last places, random ones are taken.
-    |log r| is the authors' estimate of the KL in their formula; within 1e-3 of 0 it is a parabola here, so
-    that an actor that has not moved is not pushed by rounding errors.
+        L = -A r                                         most tokens
+        L = -A r + kl_coef |logprob - old_logprob|       tokens of largest covariance
+
+    The second line applies to ``fraction`` of all tokens of the mini-batch, at least one. If tokens tie for the last
+    places, random ones are taken. |log r| is the authors' estimate of the KL in their formula. Within 1e-3 of 0 we use
+    a parabola, so that rounding errors do not push an actor that has not moved.
 
     Args:
         fraction: fraction of all tokens, in (0, 1].
@@ -114,12 +117,12 @@ class KLCovLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class HighEntropyLoss(ClippedPolicyLoss):
-    """:class:`ClippedPolicyLoss` on the tokens of highest entropy alone, where a response could have gone another way.
+    """:class:`ClippedPolicyLoss` on the tokens of highest entropy only, where a response could have gone another way.
 
-    Of all tokens of the mini-batch and all ranks, ``fraction``, but at least one, are kept. The loss of the others is
-    0, and they still count in the denominator. Of tokens that tie for the last places, random ones are kept.
-    See "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning for LLM Reasoning",
-    Wang et al. 2025, equation 4.
+    It keeps ``fraction`` of the tokens of the mini-batch and all ranks, at least one. The loss of the others is 0, but
+    they still count in the denominator. If tokens tie for the last places, random ones are kept. See "Beyond the 80/20
+    Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning for LLM Reasoning", Wang et al. 2025,
+    equation 4.
 
     Args:
         fraction: fraction of all tokens, in (0, 1].

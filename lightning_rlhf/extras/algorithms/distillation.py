@@ -38,21 +38,25 @@ Teacher = str | ModelSource | RemoteTeacher
 
 @dataclass(frozen=True)
 class Divergence:
-    """Generalized Jensen-Shannon divergence of the student's token distributions p from the teacher's q.
+    """How far the student's token distributions p are from the teacher's q: a generalized Jensen-Shannon divergence.
 
-    With m = beta q + (1 - beta) p:  D = beta KL(q || m) + (1 - beta) KL(p || m), nats;  beta = 0: KL(q || p);
-    beta = 1: KL(p || q). Both are distributions at the temperature of the sampling. The formula is computed by
-    :func:`~lightning_rlhf.extras.algorithms.divergence.distillation_scores`.
-    See "On-Policy Distillation of Language Models", Agarwal et al. 2023, equation 1 and section 3.
+        m = beta q + (1 - beta) p
+        D = beta KL(q || m) + (1 - beta) KL(p || m), nats
+        beta = 0: KL(q || p)
+        beta = 1: KL(p || q)
+
+    Both distributions are taken at the sampling temperature.
+    :func:`~lightning_rlhf.extras.algorithms.divergence.distillation_scores` computes the formula. See "On-Policy
+    Distillation of Language Models", Agarwal et al. 2023, equation 1 and section 3.
 
     Args:
         beta: interpolation, in [0, 1]. With 0, the forward KL, the student covers every text that the teacher may
-            write; with 1, the reverse KL, it avoids texts that the teacher would not write.
-        top_k: number of the teacher's most likely tokens that are compared one by one, all others as one event; None
+            write. With 1, the reverse KL, it avoids texts that the teacher would not write.
+        top_k: how many of the teacher's most likely tokens are compared one by one, with all others as one event. None
             compares all tokens.
         memory_mb: memory of the logits and of their gradients at a time, MiB, at least 1. They are computed in chunks,
-            so that it does not depend on the length of the texts, also with 152,000 tokens in the vocabulary. Each
-            chunk reads both heads, so that more memory moves fewer bytes; that was counted, not measured on a GPU.
+            so it does not depend on the length of the texts, even with 152,000 tokens in the vocabulary. More memory
+            moves fewer bytes, because each chunk reads both heads. That was counted, not measured on a GPU.
     """
 
     beta: float = 1.0
@@ -339,21 +343,21 @@ class TeacherModule(RLHFModule):
 
 
 class DistillationModule(TeacherModule):
-    """Trains a policy, the student, to have the token distributions of a frozen teacher on its own responses.
+    """Trains a student policy to match a frozen teacher's token distributions on the student's own responses.
 
-    Rewards are only measured. See "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-    Agarwal et al. 2023.
+    Use it if you already have a model that does the task. Rewards are only measured. See "On-Policy Distillation of
+    Language Models: Learning from Self-Generated Mistakes", Agarwal et al. 2023.
 
     Args:
         actor: student to train: directory, hub id or ``FromConfig``.
-        teacher: frozen teacher with the same tokenizer, or ``actor``: the student before the updates of a step, with
-            another prompt (``teacher_prompt`` of RolloutLoop), or a :class:`RemoteTeacher` such as
-            :class:`~lightning_rlhf.extras.judges.teacher_server.TeacherServer`; both need ``top_k`` of the
-            divergence. A dictionary has one of these for each source of the prompts, which is the column ``source`` or
-            ``data_source``.
+        teacher: frozen teacher with the same tokenizer. With ``actor``, the student before the updates of a step is the
+            teacher and reads another prompt (``teacher_prompt`` of RolloutLoop). You can also pass a
+            :class:`RemoteTeacher` such as :class:`~lightning_rlhf.extras.judges.teacher_server.TeacherServer`. Both
+            need ``top_k`` of the divergence. For a teacher per source, pass a dictionary from each value of the column
+            ``source`` or ``data_source`` to one of these.
         divergence: divergence of the student's distributions from the teacher's.
-        aggregation: reduction of the divergences of tokens to one loss, exact over micro-batches and ranks.
-        optimizer: factory of the student's optimizer.
+        aggregation: how the divergences of tokens become one loss, exact over micro-batches and ranks.
+        optimizer: factory that makes the student's optimizer from its parameters.
         **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule` about the updates.
     """
 

@@ -28,22 +28,23 @@ log = logging.getLogger(__name__)
 
 
 class DPOModule(PairModule):
-    """A policy trained so that it prefers, more than the frozen reference does, what people prefer.
+    """Trains a policy on preference pairs, to prefer what people prefer more than the frozen reference does.
 
-    Held-out pairs are ordered by the reward that the policy implies, ``beta`` times the log-ratio to the reference.
+    You need no reward model and no sampling. In validation, held-out pairs are ordered by the reward that the policy
+    implies, ``beta`` times the log-ratio to the reference.
     See "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", Rafailov et al. 2023.
 
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
-        ref: frozen reference; None takes the actor's source. With LoRA that is the actor without its
-            adapters, and no second copy is loaded. ``start``: the actor evaluates all rows before the first update, and
-            these log-probs are the reference, without a second copy and its forward passes: fewer passes with two epochs
-            or more, and the checkpoint contains them. ``none``: no reference, and log-probs take the place of
-            log-ratios; losses such as SimPO have none anyway.
+        ref: frozen reference. None takes the actor's source. With LoRA that is the actor without its adapters, and no
+            second copy is loaded. With ``start``, the actor evaluates all rows before the first update, and these
+            log-probs are the reference. You then need no second copy, and from two epochs on fewer forward passes. The
+            checkpoint contains the log-probs. With ``none`` there is no reference, and log-probs take the place of
+            log-ratios. Losses such as SimPO use none anyway.
         loss: loss of a pair from its log-ratios.
-        optimizer: factory of the optimizer.
-        lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
-        sft_coef: weight of the supervised loss of the preferred response, its mean over tokens, at least 0; see
+        optimizer: factory that makes the optimizer from the policy's parameters.
+        lr_scheduler: factory of its scheduler, stepped once per batch. None keeps the rate constant.
+        sft_coef: weight of the supervised loss of the preferred response, its mean over tokens, at least 0. See
             "Iterative Reasoning Preference Optimization", Pang et al. 2024, equation 1.
         **kwargs: arguments of :class:`~lightning_rlhf.modules.role_module.RoleModule`.
     """
@@ -209,8 +210,8 @@ def _tokens(texts: SequenceBatch) -> Tensor:
 
 @with_defaults(loss=IPOLoss())
 class IPOModule(DPOModule):
-    """Identity preference optimization: a pair's log-ratios are moved a fixed distance apart, and no further.
+    """Identity preference optimization: DPO that moves a pair's log-ratios a fixed distance apart, and no further.
 
-    DPO increases the distance without bound where all annotators agree.
+    Use it if annotators agree on many of your pairs, because DPO then increases the distance without bound.
     See "A General Theoretical Paradigm to Understand Learning from Human Preferences", Azar et al. 2023.
     """

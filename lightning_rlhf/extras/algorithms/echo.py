@@ -18,11 +18,13 @@ from lightning_rlhf.types import Experience, Rollout
 
 
 class ECHOModule(GRPOModule):
-    """GRPO with the cross-entropy of the tokens that an environment wrote, such as the results of tools.
+    """GRPO that also learns to predict what an environment wrote, such as the results of tools.
 
-    L = policy loss + environment_coef * (sum of -log p over the environment's tokens) / (their number in the mini-batch
-    and over all ranks). The policy learns to predict the environment, also where all rewards of a group are equal.
-    The tokens of images do not count, only those around them. prime-rl calls this ECHO; its divisor was not compared.
+        L = policy loss + environment_coef * (sum of -log p over the environment's tokens) / (their number)
+
+    Their number is counted in the mini-batch and over all ranks. The policy learns to predict the environment even
+    where all rewards of a group are equal. Tokens of images do not count, only the tokens around them. prime-rl calls
+    this ECHO, but we did not compare its divisor.
 
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.

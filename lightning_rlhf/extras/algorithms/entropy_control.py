@@ -13,10 +13,13 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 
 
 class EntropyControl(Callback):
-    """Updates ``ent_coef`` of the module after each step; checkpoints contain it.
+    """Keeps the policy's entropy near a target by changing ``ent_coef`` of the module after each step.
 
-    With the mean entropy H of a step: c becomes c + delta where H < target, else c - delta, within [minimum, maximum].
-    The next step's coefficient is c where H <= target, else 0. The first c is the module's ``ent_coef``.
+    Use it when ``policy/entropy`` falls although the reward could still rise, and no fixed ``ent_coef`` fits the run.
+
+    With the mean entropy H of a step, c becomes c + delta where H < target, else c - delta, within [minimum, maximum].
+    The next step's coefficient is c where H <= target, else 0. The first c is the module's ``ent_coef``. Checkpoints
+    contain it.
     See "Skywork Open Reasoner 1 Technical Report", He et al. 2025, section 4.2.
 
     Args:

@@ -24,11 +24,13 @@ from lightning_rlhf.ranges import check_range
 
 @dataclass(frozen=True)
 class GRPOPassK(GRPO):
-    """Only the best response of a group has an advantage: the decrease of the group's maximum without it.
+    """Gives an advantage only to the best response of a group: how much the group's maximum falls without it.
 
-    A = largest R - second largest R for the best response, 0 for the others; divided by (std of the group + eps) where
-    ``normalize_std``. Where several share the largest reward, all have 0. See "Optimizing Language Models for Inference
-    Time Objectives using Reinforcement Learning", Tang et al. 2025.
+        A = largest R - second largest R    for the best response, 0 for the others
+
+    With ``normalize_std``, A is divided by (std of the group + eps). If several responses share the largest reward, all
+    get 0. See "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning", Tang et al.
+    2025.
 
     Args:
         normalize_std: divide by the std, as in :class:`GRPO`.
@@ -51,8 +53,8 @@ class GRPOPassK(GRPO):
 class MaxRL(GroupAdvantage):
     """Maximum likelihood with rewards of 0 and 1: A = (R - mean of the group) / mean of the group.
 
-    The gradient of log P(correct) weights a prompt by 1 / P(correct), so that prompts with few correct answers count
-    more. For rewards that are at least 0; where the mean is not above eps, A is 0.
+    Prompts with few correct answers count more, because the gradient of log P(correct) weights a prompt by 1 /
+    P(correct). Use rewards that are at least 0. Where the mean is not above eps, A is 0.
     See "Maximum Likelihood Reinforcement Learning", Tajwar et al. 2026, section 4.
 
     Args:
@@ -89,9 +91,9 @@ class OPO(GroupAdvantage):
 class GPG(GroupAdvantage):
     """Group policy gradient: A = alpha (R - mean of the group), alpha = B / (B - M).
 
-    Groups with equal rewards have no gradient and reduce its mean over the batch; alpha compensates for that. M of the
-    B responses of the whole batch and all ranks are in such groups. See "GPG: A Simple and Strong Reinforcement
-    Learning Baseline for Model Reasoning", Chu et al. 2025, section 2.
+    B is the number of responses in the whole batch and all ranks. M of them are in groups with equal rewards. Such
+    groups give no gradient and reduce its mean over the batch, and alpha compensates for that. See "GPG: A Simple and
+    Strong Reinforcement Learning Baseline for Model Reasoning", Chu et al. 2025, section 2.
     """
 
     @override
@@ -106,7 +108,7 @@ class GPG(GroupAdvantage):
 class ReinforcePlusPlusBaseline(GroupAdvantage):
     """REINFORCE++ with the group's mean as baseline: A = R - mean of the group, whitened over all policy tokens.
 
-    Mean and variance are those of the whole batch and all ranks, so that easy and hard prompts are scaled alike.
+    Mean and variance are taken over the whole batch and all ranks, so that easy and hard prompts are scaled alike.
     See "REINFORCE++", Hu et al. 2025.
     """
 
@@ -121,20 +123,22 @@ class ReinforcePlusPlusBaseline(GroupAdvantage):
 
 @dataclass(frozen=True)
 class GDPO(GroupAdvantage):
-    """Several rewards, each normalised within its group before they are added, so that none dominates the others.
+    """Normalises each of several rewards within its group before adding them, so that none dominates the others.
 
-    A_k = (R_k - mean of the group) / (std of the group + eps) for each reward;  S = sum over k of w_k A_k;
-    A = (S - mean of the batch) / (std of the batch + eps), over the responses of the whole batch and all ranks.
+        A_k = (R_k - mean of the group) / (std of the group + eps)    for each reward k
+        S = sum over k of w_k A_k
+        A = (S - mean of the batch) / (std of the batch + eps)        over the whole batch and all ranks
+
     See "GDPO: Group reward-Decoupled Normalization Policy Optimization", Liu et al. 2026.
 
-    A reward that is NaN did not apply: that response counts neither in the reward's mean nor in its std, and the
-    reward adds nothing to it. A response that no reward compares with another has advantage 0 and does not count
-    in the batch. Only ``rewards`` are used: a KL penalty in the token rewards has no effect here.
+    A reward that is NaN did not apply. The response then does not count in this reward's mean and std, and the reward
+    adds nothing to the response. A response that no reward compares with another gets advantage 0 and does not count in
+    the batch. Only ``rewards`` are used, so a KL penalty in the token rewards does nothing here.
 
     Args:
-        reward_keys: names of the rewards.
-        reward_weights: w_k, one for each name, finite; None is 1 for all.
-        eps: added to the rewards' standard deviation, reward units, and to the batch's, no unit; positive.
+        reward_keys: names of the rewards to use.
+        reward_weights: w_k, one for each name, finite. None is 1 for all.
+        eps: added to the rewards' standard deviation, reward units, and to the batch's, no unit. Positive.
     """
 
     reads_total_reward: ClassVar[bool] = False
@@ -178,8 +182,8 @@ class GDPO(GroupAdvantage):
 class BestAgainstWorst(AdvantageEstimator):
     """1 for the response of each prompt with the highest reward, -1 for the one with the lowest, 0 for all others.
 
-    Of several equal rewards the first counts; where all rewards are equal, all responses have 0. A response that is not
-    included has 0, and its reward is not compared.
+    Among equal rewards the first response counts. If all rewards are equal, all responses get 0. A response that is not
+    included gets 0, and its reward is not compared.
     See "Direct Language Model Alignment from Online AI Feedback", Guo et al. 2024, section 3, with two responses.
     """
 

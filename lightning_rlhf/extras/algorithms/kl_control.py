@@ -14,7 +14,10 @@ from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 
 
 class KLControl(Callback):
-    """Updates the coefficient of ``kl_reward`` after each rollout; checkpoints contain it.
+    """Keeps the KL to the reference near a target by changing the coefficient of ``kl_reward`` after each rollout.
+
+    Use it with PPO if you know how far the policy may move, but not which coefficient gets you there. Checkpoints
+    contain the coefficient.
 
     Args:
         controller: rule of the update.

@@ -19,10 +19,11 @@ from lightning_rlhf.types import SequenceBatch, UnpairedBatch
 
 
 class KTOModule(DPOModule):
-    """Kahneman-Tversky optimization: training on responses with a binary label.
+    """Kahneman-Tversky optimization: trains on responses that are each labelled good or bad, without pairs.
 
-    The reference point of gains and losses is a KL, estimated as in the paper on prompts with the response of the next
-    text in the batch over all ranks, without gradient. It takes a second forward pass of both models.
+    Gains and losses are measured from a reference point, a KL. It is estimated as in the paper, on prompts with the
+    response of the next text in the batch over all ranks, without gradient. You pay for it with a second forward pass
+    of both models.
     See "KTO: Model Alignment as Prospect Theoretic Optimization", Ethayarajh et al. 2024.
 
     Args:

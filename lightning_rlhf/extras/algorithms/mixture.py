@@ -43,9 +43,9 @@ class RewardObjective(SourceObjective):
     """Reinforcement learning from the rewards of sampled responses.
 
     Args:
-        advantages: estimator of advantages, over the responses of this source.
+        advantages: how rewards become advantages, over the responses of this source.
         weight: weight of the loss, at least 0.
-        aggregation: reduction of the losses of the source's tokens to one loss.
+        aggregation: how the losses of the source's tokens become one loss.
     """
 
     advantages: AdvantageEstimator = field(default_factory=GRPO)
@@ -58,9 +58,10 @@ class TeacherObjective(SourceObjective):
     """Distillation of a teacher.
 
     Args:
-        teacher: teacher as of :class:`~lightning_rlhf.extras.algorithms.distillation.DistillationModule`.
+        teacher: one of the teachers that :class:`~lightning_rlhf.extras.algorithms.distillation.DistillationModule`
+            accepts.
         weight: weight of the loss, at least 0.
-        aggregation: reduction of the divergences of the source's tokens to one loss.
+        aggregation: how the divergences of the source's tokens become one loss.
     """
 
     teacher: Teacher
@@ -70,12 +71,12 @@ class TeacherObjective(SourceObjective):
 
 @dataclass(frozen=True)
 class SupervisedObjective(SourceObjective):
-    """Supervised learning of the responses in the data, which ``given_responses`` of RolloutLoop reads.
+    """Supervised learning of the responses in your data, read with ``given_responses`` of RolloutLoop.
 
     Args:
         weight: weight of the loss, at least 0.
-        aggregation: reduction of the losses of the source's tokens to one loss.
-        loss: ``cross_entropy`` or ``dft``, as of :class:`~lightning_rlhf.SFTModule`.
+        aggregation: how the losses of the source's tokens become one loss.
+        loss: ``cross_entropy`` or ``dft``, as in :class:`~lightning_rlhf.SFTModule`.
     """
 
     weight: float = 1.0
@@ -86,17 +87,18 @@ class SupervisedObjective(SourceObjective):
 class MixtureModule(TeacherModule):
     """Trains a policy with a separate objective for each source of prompts.
 
-    The loss of an update is the sum of the objectives' losses times their weights. Each is divided by its own count
-    over the mini-batch and all ranks, so that the gradient is the weighted sum of those of separate runs. A source
-    without rows in a mini-batch adds nothing to it.
+    For example, you can learn mathematics from rewards and chat from a teacher in one run. The loss of an update is the
+    sum of the objectives' losses times their weights. Each is divided by its own count over the mini-batch and all
+    ranks, so the gradient is the weighted sum of the gradients of separate runs. A source without rows in a mini-batch
+    adds nothing to it.
 
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
-        mixture: objective of each source of prompts, which is the column ``source`` or ``data_source``.
+        mixture: objective for each value of the column ``source`` or ``data_source``.
         divergence: divergence of all teacher objectives.
         kl_reward: KL to the reference subtracted from each token's reward, for the reward objectives.
         **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`. Policy loss, reference, correction, KL,
-            entropy bonus and ``target_kl`` are those of the reward objectives.
+            entropy bonus and ``target_kl`` apply to the reward objectives.
     """
 
     has_entropy_bonus = True

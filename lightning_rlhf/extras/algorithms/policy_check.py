@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 class PolicyCheck(Callback):
     """Scores samples of a policy after a reward model is trained, and normalizes the reward model with them.
 
-    A reward model can order every held-out pair correctly and still fail on the policy's responses. With a rule that
-    recognises correct responses, ``val/policy_order`` is the fraction of (correct, incorrect) pairs of samples that the
-    reward model orders correctly. The scores of the samples get mean 0 and standard deviation 1, so that reward and
-    critic start on the same scale.
+    You need it because a reward model can order every held-out pair correctly and still fail on the policy's responses.
+    With a rule that recognises correct responses, ``val/policy_order`` is the fraction of (correct, incorrect) pairs of
+    samples that the reward model orders correctly. The scores of the samples get mean 0 and standard deviation 1, so
+    that reward and critic start on the same scale.
 
     Args:
         policy: policy that PPO will start from.

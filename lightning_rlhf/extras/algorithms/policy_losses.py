@@ -16,14 +16,16 @@ from lightning_rlhf.ranges import check_ranges
 class SAPOLoss(PolicyLoss):
     """A soft gate in place of the clip: the further a ratio is from 1, the less its token counts.
 
-    L = -A (4 / tau) sigmoid(tau (r - 1)), with tau = ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere. Its gradient is
-    that of -A r times 4 p (1 - p), p = sigmoid(tau (r - 1)), which is 1 at r = 1.
+        L = -A (4 / tau) sigmoid(tau (r - 1))
+
+    tau is ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere. The gradient is the gradient of -A r times 4 p (1 - p),
+    p = sigmoid(tau (r - 1)), and this factor is 1 at r = 1.
     See "Soft Adaptive Policy Optimization", Gao et al. 2025, eqs. 5 and 6. The paper's aggregation is
     ``SequenceMeanTokenMean``.
 
     Args:
         tau_pos: sharpness of the gate where the advantage is positive, positive.
-        tau_neg: the same elsewhere; larger, because pushing one token down lifts many others.
+        tau_neg: sharpness elsewhere, positive. It is larger, because pushing one token down lifts many others.
     """
 
     tau_pos: float = 1.0
@@ -46,10 +48,12 @@ class SAPOLoss(PolicyLoss):
 class DROLoss(PolicyLoss):
     """The policy gradient with a quadratic penalty on the log-ratio, for answers that another policy wrote.
 
-    L = -A logprob + beta / 2 (logprob - old_logprob)^2, whose gradient is -A + beta (logprob - old_logprob).
+        L = -A logprob + beta / 2 (logprob - old_logprob)^2
+        gradient by logprob: -A + beta (logprob - old_logprob)
+
     Beyond 20 nats the penalty continues as a straight line, so that the pull back neither ends nor explodes.
     See "Offline Regularised Reinforcement Learning for Large Language Models Alignment", Richemond et al. 2024,
-    section 3, whose penalty is on whole responses; by token it is what verl trains with.
+    section 3. The paper penalises whole responses, and verl trains with this penalty by token.
 
     Args:
         beta: weight of the penalty, positive.
@@ -68,12 +72,14 @@ class DROLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class DPPOLoss(PolicyLoss):
-    """DPPO: a token is dropped where it would carry the policy out of a trust region measured by a divergence.
+    """DPPO: drops tokens that would carry the policy out of a trust region, measured by a divergence.
 
-    L = -A sg[min(r, ratio_cap)] logprob, and 0 for a token whose divergence from the old policy exceeds a bound and
-    would grow: whose probability rose where A > 0, or fell elsewhere. The divergence is that of the distributions
-    "this token or another", so it needs no other probability. See "Rethinking the Trust Region in LLM Reinforcement
-    Learning", Qi et al. 2026 (arXiv 2602.04879), whose bounds are the defaults.
+        L = -A sg[min(r, ratio_cap)] logprob
+
+    L is 0 if the token's divergence from the old policy exceeds a bound and would grow. That is where its probability
+    rose and A > 0, or fell and A <= 0. The divergence compares the distributions "this token or another", so it needs
+    no other probability. See "Rethinking the Trust Region in LLM Reinforcement Learning", Qi et al. 2026 (arXiv
+    2602.04879). The default bounds are the paper's.
 
     Args:
         divergence_low: largest divergence of a token that lost probability, where the advantage is not positive.

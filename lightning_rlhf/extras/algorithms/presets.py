@@ -22,7 +22,7 @@ class GSPOModule(RLHFModule):
 
 @with_defaults(advantages=GRPO(), policy_loss=GMPOLoss(), aggregation=SequenceMeanTokenMean())
 class GMPOModule(RLHFModule):
-    """GRPO with the geometric mean of the token ratios, which is less sensitive to outliers.
+    """GRPO with the geometric mean of the token ratios, because it is less sensitive to outliers.
 
     See "Geometric-Mean Policy Optimization", Zhao et al. 2025.
     """
@@ -38,7 +38,7 @@ class SAPOModule(RLHFModule):
 
 @with_defaults(advantages=GPG(), policy_loss=ReinforceLoss())
 class GPGModule(RLHFModule):
-    """Plain policy gradient over groups, scaled up for the groups without a difference in reward.
+    """Plain policy gradient over groups, scaled up to make up for groups without a difference in reward.
 
     See "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", Chu et al. 2025.
     """

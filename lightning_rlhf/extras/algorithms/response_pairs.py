@@ -132,13 +132,13 @@ class ResponsePairsModule(RLHFModule):
 
 
 class OnlineDPOModule(ResponsePairsModule):
-    """DPO on pairs of the policy's responses: the best and the worst response to each prompt by reward.
+    """DPO on pairs of the policy's own responses: the best and the worst response to each prompt by reward.
 
-    Prompts whose responses all have the same reward are left out, and counted in ``train/tied_fraction``. Rewards come
-    from reward functions, a reward model, or both; only their order matters.
+    Rewards come from reward functions, a reward model, or both. Only their order matters. If all responses to a prompt
+    get the same reward, the prompt is left out and counted in ``train/tied_fraction``.
     See "Direct Language Model Alignment from Online AI Feedback", Guo et al. 2024.
 
-    With a ``group_size`` of 8, a mini-batch of 64 responses is 8 pairs.
+    ``minibatch_size`` counts responses, not pairs. For example, with a ``group_size`` of 8, 64 responses are 8 pairs.
 
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
@@ -200,10 +200,10 @@ def is_decided(marks: Tensor) -> Tensor:
 
 
 class REBELModule(ResponsePairsModule):
-    """Regression of the difference in reward between two responses on the difference of their log-ratios.
+    """Fits the difference of two responses' log-ratios to their difference in reward, by regression.
 
-    The responses to a prompt are paired in the order in which they were sampled: first with second, third with fourth.
-    Pairs with equal rewards are included: they keep the ratio of their probabilities. The reward contains the KL
+    Responses to a prompt are paired in the order in which they were sampled: first with second, third with fourth.
+    Pairs with equal rewards count, too, because they keep the ratio of their probabilities. The reward contains the KL
     penalty of ``kl_reward``. See "REBEL: Reinforcement Learning via Regressing Relative Rewards", Gao et al. 2024,
     algorithm 1.
 

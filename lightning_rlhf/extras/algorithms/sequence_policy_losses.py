@@ -29,16 +29,18 @@ def response_mean(values: Tensor, mask: Tensor) -> Tensor:
 class GSPOLoss(PolicyLoss):
     """The clipped surrogate with one ratio for a whole response: the geometric mean of its tokens' ratios.
 
-    s = exp(mean over tokens of (logprobs - old_logprobs));   s_t = sg[s] exp(logprobs_t - sg[logprobs_t]);
-    L_t = max(-A_t s_t, -A_t clip(s_t, 1 - low, 1 + high)).
-    Every s_t is worth s, and its gradient goes through token t alone. With one advantage for all tokens of a response
-    and ``SequenceMeanTokenMean``, value and gradient are those of the paper's loss; with ``TokenMean`` responses count
-    by their length. See "Group Sequence Policy Optimization", Zheng et al. 2025, eqs. 5 and 7, and 13 and 14 (s_t).
+        s = exp(mean over tokens of (logprobs - old_logprobs))
+        s_t = sg[s] exp(logprobs_t - sg[logprobs_t])
+        L_t = max(-A_t s_t, -A_t clip(s_t, 1 - low, 1 + high))
+
+    Every s_t equals s, and its gradient goes through token t alone. For the value and gradient of the paper's loss, use
+    one advantage for all tokens of a response and ``SequenceMeanTokenMean``. With ``TokenMean``, responses count by
+    their length. See "Group Sequence Policy Optimization", Zheng et al. 2025, eqs. 5 and 7, and 13 and 14 (s_t).
 
     Args:
         clip_range_low: largest decrease of the response's ratio below 1, in (0, 1].
-        clip_range_high: largest increase above 1, positive. A mean over many tokens stays close to 1, so both are
-            a thousand times smaller than for tokens; the defaults are the paper's.
+        clip_range_high: largest increase above 1, positive. Both are a thousand times smaller than for tokens, because
+            a mean over many tokens stays close to 1. The defaults are the paper's.
     """
 
     weighs_responses: ClassVar[bool] = True
@@ -62,11 +64,11 @@ class GSPOLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class LUSPOLoss(GSPOLoss):
-    """:class:`GSPOLoss` whose responses count by their length, which takes away its pull towards short answers.
+    """:class:`GSPOLoss` with responses that count by their length, which takes away its pull towards short answers.
 
-    The loss of a response is |y| times that of GSPO: the paper's aggregation is ``SequenceMeanTokenSum``, and with
-    ``SequenceMeanTokenMean`` nothing is left of the difference. See "Length-Unbiased Sequence Policy Optimization",
-    Liu et al. 2026 (arXiv 2602.05261), whose bounds are the defaults.
+    The loss of a response is |y| times the loss of GSPO. Use the paper's aggregation, ``SequenceMeanTokenSum``, because
+    with ``SequenceMeanTokenMean`` nothing is left of the difference. See "Length-Unbiased Sequence Policy
+    Optimization", Liu et al. 2026 (arXiv 2602.05261). The default bounds are the paper's.
     """
 
     clip_range_low: float = 2e-3
@@ -77,9 +79,11 @@ class LUSPOLoss(GSPOLoss):
 class GMPOLoss(PolicyLoss):
     """The geometric mean of the tokens' clipped ratios, which outliers hardly move.
 
-    rho = exp(mean over tokens of c(logprobs - old_logprobs)), with c(x) = min(x, high) where A > 0 and max(x, -low)
-    elsewhere;   L = -(mean over tokens of A) rho, the same on every token of a response.
-    The paper's aggregation is ``SequenceMeanTokenMean``.
+        rho = exp(mean over tokens of c(logprobs - old_logprobs))
+        c(x) = min(x, high) where A > 0, max(x, -low) elsewhere
+        L = -(mean over tokens of A) rho
+
+    L is the same on every token of a response. The paper's aggregation is ``SequenceMeanTokenMean``.
     See "Geometric-Mean Policy Optimization", Zhao et al. 2025 (arXiv 2507.20673), section 3.
 
     Args:
@@ -107,16 +111,19 @@ class GMPOLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class VESPOLoss(PolicyLoss):
-    """The policy gradient weighted by a smooth function of the response's whole ratio, 1 where that is 1.
+    """The policy gradient weighted by a smooth function of the response's whole ratio. A ratio of 1 gets weight 1.
 
-    W = product over tokens of r;   phi(W) = W^k exp(lambda (1 - W));   L_t = -sg[phi(W)] A_t logprob_t,
-    with (k, lambda) one pair where A >= 0 and another elsewhere; log W is clamped to [-20, 20].
-    See "VESPO: Variational Sequence-Level Soft Policy Optimization", Shen et al. 2026 (arXiv 2602.10693v3), eq. 20,
-    whose sum over a response is ``SequenceMeanTokenSum``; the authors' code and TRL take ``TokenMean``.
+        W = product over tokens of r
+        phi(W) = W^k exp(lambda (1 - W))
+        L_t = -sg[phi(W)] A_t logprob_t
+
+    The pair (k, lambda) depends on whether A >= 0. log W is clamped to [-20, 20].
+    See "VESPO: Variational Sequence-Level Soft Policy Optimization", Shen et al. 2026 (arXiv 2602.10693v3), eq. 20. The
+    paper's sum over a response is ``SequenceMeanTokenSum``. The authors' code and TRL take ``TokenMean``.
 
     Args:
-        k_pos: rate at which the weight falls as W falls below 1, positive; where the advantage is at least 0.
-        lambda_pos: rate at which it falls as W rises, positive; where the advantage is at least 0.
+        k_pos: where the advantage is at least 0, how fast the weight falls as W falls below 1, positive.
+        lambda_pos: where the advantage is at least 0, how fast the weight falls as W rises, positive.
         k_neg: ``k_pos`` where the advantage is negative.
         lambda_neg: ``lambda_pos`` where the advantage is negative.
     """
@@ -145,13 +152,17 @@ class VESPOLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class TOPRLoss(PolicyLoss):
-    """The policy gradient whose negative responses lose weight as the policy makes them unlikely.
+    """The policy gradient, with negative responses that lose weight as the policy makes them unlikely.
 
-    W = product over tokens of r;   L_t = -sg[w] A_t logprob_t,   w = 1 where A >= 0 and min(W, 1) elsewhere.
-    A good response counts fully however unlikely the policy finds it; a bad one that the policy no longer gives has
-    no weight, so its probability is not pushed towards 0 without end.
-    See "Tapered Off-Policy REINFORCE", Le Roux et al. 2025 (arXiv 2503.14286), section 3, whose sum over a response is
-    ``SequenceMeanTokenSum``. The baseline of the advantages decides which responses are negative.
+        W = product over tokens of r
+        w = 1 where A >= 0, min(W, 1) elsewhere
+        L_t = -sg[w] A_t logprob_t
+
+    A good response counts fully, however unlikely the policy finds it. A bad one that the policy no longer gives gets
+    no weight, so its probability is not pushed towards 0 without end. The baseline of your advantages decides which
+    responses are negative.
+    See "Tapered Off-Policy REINFORCE", Le Roux et al. 2025 (arXiv 2503.14286), section 3. The paper's sum over a
+    response is ``SequenceMeanTokenSum``.
     """
 
     @override
@@ -166,8 +177,8 @@ class TOPRLoss(PolicyLoss):
 class OffPolicyMaskLoss(ClippedPolicyLoss):
     """:class:`ClippedPolicyLoss` without responses of negative advantage that the current policy would hardly write.
 
-    The loss of a token is 0 where A < 0 and the mean over the response's tokens of log(rollout / current) is above the
-    threshold: such a response is a mistake of an older policy. All tokens still count in the denominator.
+    Such a response is a mistake of an older policy. The loss of its tokens is 0 if A < 0 and the mean of log(rollout /
+    current) over the response's tokens is above the threshold. All tokens still count in the denominator.
     See "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025, equations 8 and 9.
 
     Args:

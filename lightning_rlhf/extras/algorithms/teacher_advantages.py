@@ -26,17 +26,19 @@ class NoAdvantages(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class TeacherLogRatio(AdvantageEstimator):
-    """Advantages by which a policy learns from a teacher, the reference of the module, and from rewards too, if set.
+    """Advantages for learning from a teacher, the reference of the module, and from rewards too if you set them.
 
-    A_t = log q(y_t) - log p_old(y_t) + reward_coef A_t^rewards,   returns = A, or those of the rewards' estimator,
-    with q the teacher and p_old the policy before the first update. The expected gradient of the first term is that of
-    the reverse KL, KL(p || q), of the next token. See "MiMo-V2-Flash Technical Report", Xiaomi 2026, section on
-    multi-teacher on-policy distillation, and "On-Policy Distillation", Thinking Machines Lab 2025.
+        A_t = log q(y_t) - log p_old(y_t) + reward_coef A_t^rewards
+
+    q is the teacher and p_old the policy before the first update. Returns are A, or the returns of the rewards'
+    estimator. In expectation, the first term's gradient is the gradient of the reverse KL, KL(p || q), of the next
+    token. See "MiMo-V2-Flash Technical Report", Xiaomi 2026, section on multi-teacher on-policy distillation, and
+    "On-Policy Distillation", Thinking Machines Lab 2025.
 
     Args:
-        rewards: estimator of advantages from rewards; None uses no rewards.
+        rewards: estimator of advantages from rewards. None uses no rewards.
         reward_coef: weight of these advantages.
-        clip: largest absolute value of the log-ratio, nats, positive; None does not clip.
+        clip: largest absolute value of the log-ratio, nats, positive. None does not clip.
 
     Raises:
         ValueError: an argument is out of range, or the estimator of the rewards needs a reference itself.

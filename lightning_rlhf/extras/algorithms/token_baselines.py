@@ -19,17 +19,20 @@ from lightning_rlhf.objectives.return_advantages import like_rewards
 class OptimalTokenBaseline(AdvantageEstimator):
     """Baseline of least gradient variance for each position of a group, computed from forward passes alone.
 
-    With G_{i,t} = r_t + G_{i,t+1} of response i, and the squared norm of the log-probability's gradient by the logits,
-    e_t = 1 - 2 p_t + sum over v of p_t(v)^2:
-        W_{i,t} = sum over s <= t of e_s (times the squared importance weight, where there is one)
-        B_t = sum over i of G_{i,t} W_{i,t} / sum over i of W_{i,t};   A_{i,t} = G_{i,t} - B_t;   returns = G
-    The sums over i contain the responses of the group that have a policy token at position t. Where the W are all 0, B
-    is 0. A group of one has no baseline: its advantages are 0. See "The Optimal Token Baseline: Variance Reduction for
+        G_{i,t} = r_t + G_{i,t+1}                      of response i
+        e_t = 1 - 2 p_t + sum over v of p_t(v)^2       squared norm of the log-probability's gradient by the logits
+        W_{i,t} = sum over s <= t of e_s               times the squared importance weight, if there is one
+        B_t = sum over i of G_{i,t} W_{i,t} / sum over i of W_{i,t}
+        A_{i,t} = G_{i,t} - B_t,  returns = G
+
+    The sums over i contain the group's responses that reach position t with a policy token. If all W are 0, B is 0. A
+    group of one gets no baseline, and its advantages are 0. See "The Optimal Token Baseline: Variance Reduction for
     Long-Horizon LLM-RL", Li et al. 2026.
 
     Args:
-        handle_zero_tail: at positions where only one response of a larger group has a policy token, B is 0, so A = G;
-            otherwise B is its own G there, so A = 0 and the tail of the longest response has no gradient.
+        handle_zero_tail: what happens at positions where only one response of a larger group has a policy token. True
+            sets B to 0, so A = G. False sets B to its own G, so A = 0 and the tail of the longest response gives no
+            gradient.
     """
 
     needs_groups: ClassVar[bool] = True
@@ -67,10 +70,10 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class ToolOptimalTokenBaseline(OptimalTokenBaseline):
-    """The optimal token baseline for responses with tokens of an environment: position t is the t-th *policy* token.
+    """The optimal token baseline for responses with an environment's tokens: position t is the t-th *policy* token.
 
-    The first token after a tool's answer is compared with tokens after the same number of policy tokens in other
-    responses, for any length of the answers.
+    The first token after a tool's answer is therefore compared with tokens after the same number of policy tokens in
+    other responses, no matter how long the tools' answers are.
 
     Args:
         handle_zero_tail: treatment of the tail, see :class:`OptimalTokenBaseline`.

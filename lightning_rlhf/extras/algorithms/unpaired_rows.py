@@ -12,10 +12,10 @@ _LabelledText = tuple[MaskedText, bool]
 
 
 class UnpairedDataModule(AnswersDataModule):
-    """Rows as :class:`~lightning_rlhf.data.conversations.ConversationDataModule` reads them, each with a ``label``.
+    """Reads single answers with a ``label`` for KTO: true for a desirable answer, false for an undesirable one.
 
-    The label is true for a desirable answer, false for an undesirable one. See
-    :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    Your rows look as for :class:`~lightning_rlhf.data.conversations.ConversationDataModule`. See
+    :class:`~lightning_rlhf.data.base.RowsDataModule` for the options.
     """
 
     batch_type = UnpairedBatch

@@ -54,7 +54,7 @@ _OF_A_SOURCE = re.compile(r"mixture/.+/(loss|reward|response_tokens)")
 
 
 class StepProgressBar(RichProgressBar):
-    """Lightning's rich progress bar, which counts steps and omits the logger's version number."""
+    """Lightning's rich progress bar, with steps counted and without the logger's version number."""
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the metrics of the progress bar."""
@@ -72,14 +72,14 @@ class StepProgressBar(RichProgressBar):
 class Console(RunPrinter):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
-    Until the first step, lines name the work in progress: every five seconds at first, then after each fifth of the
-    time so far, at least once in a minute. In the first step and in validations between steps, there is such a line
-    every 20 seconds, in further steps every minute. After three steps, and after each quarter of the run, a line has
-    the estimated time of the others, if that is more than five minutes. The last lines compare the first and the last
-    validation.
+    Until the first step, lines tell you what the run is working on. They come every five seconds at first, then after
+    each fifth of the time so far, at least once in a minute. In the first step and in validations between steps, you
+    get such a line every 20 seconds, in further steps every minute. After three steps, and after each quarter of the
+    run, a line estimates how long the rest will take, if that is more than five minutes. The last lines compare the
+    first and the last validation.
 
     Args:
-        every_n_steps: number of steps between two lines, at least 1.
+        every_n_steps: steps between two lines, at least 1.
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:

@@ -40,18 +40,18 @@ from lightning_rlhf.types import ConversationRecord
 class RolloutLog(Callback):
     """Writes the responses of each step to ``rollouts/step-000001.jsonl``, and some as a table to console and loggers.
 
-    The first 64 prompts of each validation with their greedy responses and rewards are written to
-    ``rollouts/validation-000010.jsonl``, and logged as a table. A run that is resumed, or begun again, removes the
-    files of later steps. Images of prompts are written once, as thumbnails of at most 256 pixels and 20 kB, to
-    ``rollouts/images``; at most 2,000 in a run.
+    Use it to read what your policy writes. Each validation adds ``rollouts/validation-000010.jsonl`` with its first 64
+    prompts, their greedy responses and their rewards, and logs them as a table. If you resume a run or begin it again,
+    the files of later steps are removed. Images of prompts are written once to ``rollouts/images``, as thumbnails of at
+    most 256 pixels and 20 kB, and at most 2,000 in a run.
 
     Args:
-        max_rows: number of responses to write per step and rank, at least 1.
-        table_every_n_steps: steps between tables; 0 prints none.
-        table_rows: number of responses in a table, equally spaced from the best to the worst, at least 1.
-        max_token_values: number of tokens per step and rank whose texts, log-probabilities and advantages are written,
-            about 90 bytes each. Each response has those of its first tokens, up to the same token; if that were fewer
-            than 16, only the best and the worst responses have them.
+        max_rows: responses to write per step and rank, at least 1.
+        table_every_n_steps: steps between tables. 0 prints none.
+        table_rows: responses in a table, equally spaced from the best to the worst, at least 1.
+        max_token_values: tokens per step and rank for which text, log-probability and advantage are written, about 90
+            bytes each. They are the first tokens of each response, equally many of every response. If that were fewer
+            than 16, only the best and the worst responses get them.
     """
 
     needs_rollouts = True  # a default of runs that have a RolloutLoop

@@ -14,19 +14,19 @@ _SEEDS = 2**31  # gymnasium's environments have seeds below 2**32, and some of n
 
 
 class Gymnasium(Environment):
-    """An environment of gymnasium, gem, or another library with their interface.
+    """Plays an environment of gymnasium, gem, or another library with their interface.
 
-    Observations are passed on as texts, and the turns of the policy as actions.
+    Your policy reads observations as texts, and its turns are the actions.
 
     Args:
         id: name of the environment, such as ``FrozenLake-v1``.
-        make: function that makes it: ``gymnasium:make`` or ``gem:make``.
+        make: function that makes it, ``gymnasium:make`` or ``gem:make``.
         arguments: further arguments of that function.
-        action: function of a turn's text that returns the action, or its reference; it may raise ValueError for a text
+        action: function of a turn's text that returns the action, or its reference. It may raise ValueError for a text
             that is not an action. None passes integers on to discrete action spaces, and texts to others.
-        invalid: message for a text that is not an action; None ends the episode.
+        invalid: message for a text that is not an action. None ends the episode.
         observation: function of an observation, or its reference, that returns a text, an image of Pillow, or a list of
-            these: ``PIL.Image:fromarray`` for observations that are frames.
+            these. For example, ``PIL.Image:fromarray`` for observations that are frames.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Gymnasium(Environment):
 
 
 class TextArena(Environment):
-    """A game of textarena for one player. The reward of the game is that of the last turn.
+    """Plays a game of textarena for one player. The last turn gets the reward of the game.
 
     Args:
         id: name of the game, such as ``GuessTheNumber-v0``.

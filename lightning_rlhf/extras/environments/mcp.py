@@ -27,18 +27,18 @@ _MOST_PAGES = 100  # of the list of tools
 class MCP(Environment):
     """Runs the tool calls of each turn on an MCP server, and ends the conversation at a turn without a call.
 
-    Every conversation has a separate connection, and a server that is started by a command runs once for each of
-    them. The configuration alone names servers; rows of the data cannot.
+    Every conversation gets a separate connection, and a server that a command starts runs once for each of them. You
+    name the server in the configuration. Rows of the data cannot.
 
     Args:
         tools: names of the tools that the policy may call.
         url: address of the server, such as ``http://127.0.0.1:9000/mcp``.
         command: command with arguments that starts a server, which communicates over its standard streams.
         variables: environment variables of the command, in addition to a few that every server gets.
-        role: role of the messages with results; ``user`` for a chat template that has no tools.
-        timeout_s: time limit of a call of a tool, seconds, or of each by name, after which the policy reads an error;
-            None is limited by ``timeout_s`` of the environment only, which ends the conversation.
-        images: whether the policy gets the images of results, which need ``max_images`` of the environment; otherwise a
+        role: role of the messages with results. Use ``user`` if your chat template knows no tools.
+        timeout_s: time limit of a call of a tool, seconds, or one for each tool by name. After it, the policy reads an
+            error. None is limited only by ``timeout_s`` of the environment, which ends the conversation.
+        images: whether the policy gets the images of results. They need ``max_images`` of the environment. Otherwise a
             note takes their place.
     """
 

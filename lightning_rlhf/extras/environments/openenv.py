@@ -17,15 +17,15 @@ _LARGEST_MESSAGE = 100 * 2**20  # bytes, as in OpenEnv's client
 
 
 class OpenEnv(Environment):
-    """An environment on a running OpenEnv server. Every conversation has a connection, which is a session there.
+    """Plays an environment on a running OpenEnv server. Every conversation gets its own connection and session there.
 
-    The server must allow as many sessions as a rollout has conversations (``max_concurrent_envs``). The configuration
-    alone names servers; rows of the data cannot.
+    The server must allow one session for each conversation of a rollout (``max_concurrent_envs``). You name the server
+    in the configuration. Rows of the data cannot.
 
     Args:
         url: address of the server, such as ``http://127.0.0.1:8000``.
-        action: field of the action that contains the text of a turn.
-        observation: field of the observation whose value becomes the message; one that is not a text becomes JSON.
+        action: field of the action that takes the text of a turn.
+        observation: field of the observation that becomes the message. A value that is not a text becomes JSON.
     """
 
     def __init__(self, url: str, action: str, observation: str) -> None:

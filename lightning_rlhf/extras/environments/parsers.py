@@ -20,14 +20,14 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 
 @dataclass(frozen=True)
 class JSONToolCalls(ToolCallParser):
-    """Calls as JSON objects between two markers: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``.
+    """Finds calls as JSON between two markers: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``.
 
-    Each call must be complete and be nothing but an object with ``name`` and ``arguments``, and ``id`` if any. If one
-    is not, no call of the turn is accepted, so that the policy repeats all of them.
+    Each call must be complete, and be nothing but an object with ``name`` and ``arguments``, and ``id`` if any. If one
+    call of a turn is not, none is accepted, so that the policy repeats all of them.
 
     Args:
         start: text before a call.
-        end: text after a call; a turn may end with a stop token instead.
+        end: text after a call. A turn may end with a stop token instead.
         end_optional: whether the last call of a turn may lack the end marker, because the marker is a stop token.
     """
 
@@ -61,13 +61,13 @@ class JSONToolCalls(ToolCallParser):
 
 @dataclass(frozen=True)
 class MarkedToolCalls(ToolCallParser):
-    """Calls of one tool with one text argument between two markers, for small models: ``<call>12+34</call>``.
+    """Finds calls of one tool with one text argument between two markers, for small models: ``<call>12+34</call>``.
 
     Args:
         tool: name of the tool.
         argument: name of its argument.
         start: text before a call.
-        end: text after a call; the last call of a turn may lack it if it is a stop token.
+        end: text after a call. If it is a stop token, the last call of a turn may lack it.
     """
 
     tool: str
@@ -105,7 +105,7 @@ class MarkedToolCalls(ToolCallParser):
 
 @dataclass(frozen=True)
 class TokenizerToolCalls(ToolCallParser):
-    """Calls in the format of the tokenizer's response template (``tokenizer.parse_response`` of transformers).
+    """Finds calls with the tokenizer's response template (``tokenizer.parse_response`` of transformers).
 
     The template reads a turn without its prompt, so it must not depend on text that the chat template adds to the
     prompt, such as an opening ``<think>``.
@@ -131,11 +131,12 @@ class TokenizerToolCalls(ToolCallParser):
 
 @dataclass(frozen=True)
 class FunctionToolCalls(ToolCallParser):
-    """Calls that a function finds in the text of a turn; it runs in the trainer's process, without a time limit.
+    """Finds calls with your own function, in the trainer's process and without a time limit.
 
-    The function has the argument ``text``, and may have ``tokenizer``. It returns a list of calls, each a ``ToolCall``
-    or a dictionary with ``name`` and ``arguments``, or the tuple of the text without calls and this list. It raises
-    ValueError for a malformed call, whose message the policy reads; any other exception ends the run.
+    Your function takes ``text``, the text of a turn, and may take ``tokenizer``. It returns a list of calls, each a
+    ``ToolCall`` or a dictionary with ``name`` and ``arguments``. It may also return a tuple of the text without calls
+    and this list. Raise ValueError for a malformed call, and the policy reads your message. Any other exception ends
+    the run.
 
     Args:
         function: the function, or its reference ``file.py:name`` or ``module:name``.

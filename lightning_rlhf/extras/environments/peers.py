@@ -14,9 +14,9 @@ _NO_TOOLS = ("reset", "get_reward", "close")
 
 
 class TRLEnvironment(Environment):
-    """A class for ``environment_factory`` of TRL's GRPOTrainer: ``reset(**row)``, and public methods as tools.
+    """Runs a class for ``environment_factory`` of TRL's GRPOTrainer: ``reset(**row)``, and public methods as tools.
 
-    ``get_reward()``, if there is one, is called after every turn; the reward of a turn is its increase.
+    If your class defines ``get_reward()``, it is called after every turn. The reward of a turn is its increase.
 
     Args:
         environment: class, or its reference ``file.py:name`` or ``module:name``.
@@ -57,15 +57,15 @@ class TRLEnvironment(Environment):
 
 
 class SkyRLEnvironment(Environment):
-    """An environment with the interface of ``skyrl_gym.envs.BaseTextEnv``: ``init(prompt)`` and ``step(action)``.
+    """Runs an environment with the interface of ``skyrl_gym.envs.BaseTextEnv``: ``init(prompt)`` and ``step(action)``.
 
-    A prompt that ``init`` changes is not used, except for messages that it appends.
+    If ``init`` changes the prompt, the change is not used, except for messages that it appends.
 
     Args:
         environment: class, or its reference ``file.py:name`` or ``module:name``.
         arguments: arguments of the class.
-        extras: column of the data whose value is passed to the class as ``extras``; None passes the whole row.
-        config: value that is passed to the class as ``env_config``.
+        extras: column of the data to pass to the class as ``extras``. None passes the whole row.
+        config: value to pass to the class as ``env_config``.
     """
 
     def __init__(

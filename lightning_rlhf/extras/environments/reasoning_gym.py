@@ -14,13 +14,14 @@ from lightning_rlhf.expected_errors import MissingPackageError
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """Questions of a dataset of reasoning-gym; columns ``prompt``, ``answer``, ``entry`` and ``dataset``.
+    """Reads questions of a reasoning-gym dataset, as columns ``prompt``, ``answer``, ``entry`` and ``dataset``.
 
-    The same seed gives the same rows. :func:`score` is the reward function for them.
+    Use it as the ``train`` or ``val`` of your data, with :func:`score` as the reward function. The same seed gives you
+    the same rows.
 
     Args:
         dataset: name of the dataset, such as ``chain_sum``.
-        num_rows: number of rows.
+        num_rows: rows to draw.
         seed: seed of the rows.
         arguments: further arguments of the dataset, such as its difficulty.
     """

@@ -31,19 +31,21 @@ _PLAIN_TYPES: dict[Any, tuple[type, ...]] = {
 class Tools(Environment):
     """Runs the tool calls of each turn, and ends the conversation at a turn without a call.
 
-    A call that cannot be parsed, an unknown tool, wrong arguments and a ``ToolError`` are mistakes of the policy: it
-    receives a message and may try again. Any other exception of a function is a failure of the environment. A function
-    returns a text, an image of Pillow, a list of texts and images, or another value, which becomes JSON. An environment
-    with its own ``step`` may use the class for the calls alone: ``Tools([self.transfer]).step(turn)`` returns a
-    ``Reply`` with the results.
+    Use it if your tools are plain functions. A function returns a text, an image of Pillow, a list of texts and images,
+    or another value, which becomes JSON. If the policy writes a call that cannot be parsed, names an unknown tool,
+    passes wrong arguments or causes a ``ToolError``, it receives a message and may try again. Any other exception of a
+    function is a failure of the environment.
+
+    If your environment defines its own ``step``, you can use the class for the calls alone:
+    ``Tools([self.transfer]).step(turn)`` returns a ``Reply`` with the results.
 
     Args:
         functions: functions, or their references ``file.py:name`` or ``module:name``. Type hints and a docstring in
             Google style with an ``Args`` section become the schema for the chat template.
-        role: role of the messages with results; ``user`` for a chat template that has no tools.
-        timeout_s: time limit of a call of a function, seconds, or of each by name, after which the policy reads an
-            error. ``timeout_s`` of the environment, which must be longer, ends a function that ignores it. None, or a
-            name that is missing: no other limit.
+        role: role of the messages with results. Use ``user`` if your chat template knows no tools.
+        timeout_s: time limit of a call of a function, seconds, or one for each function by name. After it, the policy
+            reads an error. A function that ignores it is ended by ``timeout_s`` of the environment, which must be
+            longer. None, or a name that is missing: no other limit.
     """
 
     def __init__(
@@ -112,20 +114,25 @@ class Tools(Environment):
 
 
 class StatefulTools(Environment):
-    """Runs tool calls as methods of an object, of which every conversation has its own.
+    """Runs tool calls as methods of an object. Every conversation gets its own.
 
-    The public methods of the class are the tools, with type hints and docstrings as for :class:`Tools`. Three methods,
-    all optional, are not tools: ``reward()`` returns the reward when the conversation ends, at a turn without a call or
-    at a limit, and may have the arguments ``text`` and ``turn`` of the last turn; ``done()`` returns after each turn
-    whether the conversation ends; ``close()`` releases resources. Results must depend only on the row, the seed and
-    the calls, so that a conversation can be repeated.
+    Use it if your tools share a state, such as a game board or a file system. The public methods of the class are the
+    tools, with type hints and docstrings as for :class:`Tools`. Results must depend only on the row, the seed and the
+    calls, so that a conversation can be repeated.
+
+    You may add three methods that are not tools:
+
+    - ``reward()`` returns the reward when the conversation ends, at a turn without a call or at a limit. It may take
+      the arguments ``text`` and ``turn`` of the last turn.
+    - ``done()`` returns after each turn whether the conversation ends.
+    - ``close()`` releases resources.
 
     Args:
-        factory: class, or its reference ``file.py:name`` or ``module:name``. Its constructor may have the arguments
-            ``row`` and ``seed``, which are those of :meth:`Environment.reset`.
+        factory: class, or its reference ``file.py:name`` or ``module:name``. Its constructor may take ``row`` and
+            ``seed``, as :meth:`Environment.reset` gets them.
         arguments: further arguments of the constructor.
-        role: argument of :class:`Tools`.
-        timeout_s: argument of :class:`Tools`.
+        role: as for :class:`Tools`.
+        timeout_s: as for :class:`Tools`.
     """
 
     def __init__(

@@ -31,18 +31,20 @@ _given: dict[str, Any] = {}  # arguments of the parser in this worker process
 
 
 class VLLMToolCalls(ToolCallParser):
-    """Calls that a parser of vLLM finds; it runs in a worker process, which is killed if it takes too long.
+    """Finds calls with a parser of vLLM, in a worker process that is killed if it takes too long.
 
-    The parsers of vLLM accept calls that are cut off, or treat malformed calls as text. Therefore the markers are
-    compared before: if one is missing, or if the parser finds fewer calls than markers, the turn is malformed. Types of
-    arguments in XML come from the environment's tools. The process loads vLLM: about 0.5 GB of memory on each rank, and
-    a start of 10 to 40 s on two CPU cores; a turn takes 1 to 2 ms.
+    vLLM's parsers accept calls that are cut off, or treat malformed calls as text. Therefore the markers are compared
+    first. If one is missing, or if the parser finds fewer calls than markers, the turn is malformed. Types of arguments
+    in XML come from the environment's tools.
+
+    The process loads vLLM. It needs about 0.5 GB of memory on each rank, and takes 10 to 40 s to start on two CPU
+    cores. A turn takes 1 to 2 ms.
 
     Args:
         name: name of the parser in vLLM, such as ``hermes``, or reference ``module:Class`` of a class like those.
-        markers: texts before and after each call and each of its parts, that of the call first; an empty list if the
-            format has none, so that a malformed call is a text, which ends the conversation with ``Tools``. None is
-            known for hermes, qwen3_json, qwen3_xml, qwen3_coder and pythonic (which has none).
+        markers: texts before and after each call and each of its parts, the call first. Give an empty list if the
+            format uses none. A malformed call is then a text, which ends the conversation with ``Tools``. None works
+            for hermes, qwen3_json, qwen3_xml, qwen3_coder and pythonic (which uses none).
     """
 
     def __init__(self, name: str, markers: Sequence[tuple[str, str]] | None = None) -> None:

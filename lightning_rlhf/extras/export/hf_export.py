@@ -34,15 +34,16 @@ _CARD_METRICS = ("reward/mean", "kl/ref", "train/loss")  # metrics in a model ca
 
 
 class HFExport(RunWriter):
-    """Writes the trained model and its tokenizer to ``export/`` when training ends, and optionally every n steps.
+    """Writes the trained model and its tokenizer to ``export/`` when training ends, and every n steps if you want.
 
-    ``transformers``, vLLM and the configuration of another run load the directory. It also contains the last metrics in
-    ``metrics.json`` and a model card in ``README.md``. The command ``export`` writes the same from a checkpoint.
+    You can load the directory with ``transformers`` or vLLM, or name it in the configuration of another run. It also
+    contains the last metrics in ``metrics.json`` and a model card in ``README.md``. The command ``export`` writes the
+    same from a checkpoint.
 
     Args:
-        every_n_steps: steps between exports to ``export-<step>/``; 0 exports only at the end.
-        adapter: write only the LoRA adapters, which peft and vLLM add to the base model; False merges them into the
-            weights.
+        every_n_steps: steps between exports to ``export-<step>/``. 0 exports only at the end.
+        adapter: whether to write only the LoRA adapters, which peft and vLLM add to the base model. False merges them
+            into the weights.
     """
 
     def __init__(self, every_n_steps: int = 0, adapter: bool = False) -> None:

@@ -36,28 +36,28 @@ _LAST_OBJECT = re.compile(r"(\{[^{}]*\})[\s`*.]*\Z")  # JSON object at the end, 
 
 @dataclass(eq=False)
 class JudgeReward:
-    """Score by a language model behind an OpenAI-compatible chat endpoint, scaled to [0, 1].
+    """Scores with a language model behind an OpenAI-compatible chat endpoint, scaled to [0, 1].
 
-    The policy learns to write text that gets a high score. The default template declares this text as data and encloses
-    it in marks that the policy cannot predict, but the text may still manipulate the judge: inspect the responses with
-    the highest scores.
+    Your policy learns to write text that gets a high score. The default template declares this text as data and
+    encloses it in marks that the policy cannot predict, but the text may still manipulate the judge. Inspect the
+    responses with the highest scores.
 
-    The images of a prompt are sent before the text, in which ``<image>`` stands for each; the judge must then be a
-    vision-language model.
+    The images of a prompt are sent before the text, with ``<image>`` in the place of each. You then need a
+    vision-language model as the judge.
 
-    A failed request or an answer without a score is a failure of the reward function, handled by its ``on_error`` and
-    ``max_error_rate``. When the budget is spent, the run ends.
+    If a request fails, or an answer contains no score, the reward function fails, and its ``on_error`` and
+    ``max_error_rate`` decide what happens. When the budget is spent, the run ends.
 
     Args:
         endpoint: server and request limits.
         model: name of the model on the server.
         template: template of the request, with ``{prompt}`` and ``{response}``, optionally ``{ground_truth}``,
-            ``{mark}``, ``{lowest}`` and ``{highest}``; other braces are kept. None uses the one in this file.
+            ``{mark}``, ``{lowest}`` and ``{highest}``. Other braces are kept. None uses the one in this file.
         lowest: score that maps to 0.
         highest: score that maps to 1.
-        score_pattern: regular expression with the score as its first group; the last match counts. None reads
+        score_pattern: regular expression with the score as its first group. The last match counts. None reads
             ``{"score": number}`` at the end of the answer.
-        max_answer_tokens: length limit of an answer; a truncated answer has no score.
+        max_answer_tokens: length limit of an answer. If it is truncated, it gives no score.
         temperature: sampling temperature of the judge.
 
     Raises:

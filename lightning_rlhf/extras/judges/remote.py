@@ -116,16 +116,16 @@ class _ServedReward(ABC):
 
 
 class RemoteReward(_ServedReward):
-    """Reward from a server with OpenRLHF's protocol for remote reward models.
+    """Gets rewards from a server with OpenRLHF's protocol for remote reward models.
 
-    The reply to ``{"query": [prompt + response], "prompts": [prompt], "labels": [ground truth]}`` is
-    ``{"rewards": [number]}``. As in OpenRLHF, the query of a finished response ends with the policy's end token, at
-    which its reward models read the score. Requests for prompts with images also have ``"images":
-    [["data:image/png;base64,...", ...]]``, and ``<image>`` in the prompt stands for each.
+    Your server replies to ``{"query": [prompt + response], "prompts": [prompt], "labels": [ground truth]}`` with
+    ``{"rewards": [number]}``. As in OpenRLHF, the query of a finished response ends with the policy's end token,
+    because its reward models read the score there. If a prompt contains images, the request also contains
+    ``"images": [["data:image/png;base64,...", ...]]``, and ``<image>`` in the prompt stands for each.
 
     Args:
         endpoint: server and request limits.
-        end_token: text that ends a finished response, empty for none; None is the end token of the run's tokenizer.
+        end_token: text that ends a finished response, empty for none. None is the end token of the run's tokenizer.
     """
 
     def __init__(self, endpoint: Endpoint, end_token: str | None = None) -> None:
@@ -159,17 +159,17 @@ class RemoteReward(_ServedReward):
 
 
 class VLLMReward(_ServedReward):
-    """Score of a reward model served by ``vllm serve``, through its ``/classify`` or ``/pooling`` route.
+    """Scores with a reward model that you serve by ``vllm serve``, through its ``/classify`` or ``/pooling`` route.
 
-    The text is tokenised here, as :class:`.LearnedReward` does, because a server adds
-    no end token; requests contain token ids. The score is normalised by mean and deviation in the model's
-    ``config.json``. If the reply has several numbers, the last one is used (last class, last token). Prompts with
-    images are sent as messages, which need ``messages: true`` and which the server formats.
+    The text is tokenised here, as :class:`.LearnedReward` does, because a server adds no end token. Requests contain
+    token ids. The score is normalised by mean and deviation in the model's ``config.json``. If the reply contains
+    several numbers, the last one is used (last class, last token). Prompts with images are sent as messages, and the
+    server formats them. For these, set ``messages: true``.
 
     Args:
         endpoint: server and request limits.
         model: name of the model on the server.
-        tokenizer: directory or hub id of the reward model; None is ``model``, the name that ``vllm serve`` gives it.
+        tokenizer: directory or hub id of the reward model. None is ``model``, the name that ``vllm serve`` gives it.
         activation: whether the server applies its activation, such as a sigmoid, to the score.
     """
 

@@ -30,24 +30,28 @@ _MODES = ("raw_logprobs", "processed_logprobs")  # of vLLM's option --logprobs-m
 
 @dataclass(frozen=True)
 class TeacherServer(RemoteTeacher):
-    """A teacher on one or more vLLM servers with the same model, between which the texts are distributed.
+    """A teacher on one or more vLLM servers with the same model.
 
-    Start each with ``vllm serve MODEL --max-logprobs K``, where K is at least ``top_k`` of the divergence, and without
-    ``--logprobs-mode``, or with one that returns log-probabilities. The reply of a server is validated: different
-    tokens, one of them that of the text, with probabilities whose sum is at most 1. A text goes
-    to the server with the fewest unfinished texts, and responses to one prompt to the same server. It is sent again
-    after a connection error or a timeout, so that a server may be restarted while the run waits or uses the others.
-    The servers' log-probabilities are at temperature 1, so ``temperature`` of RolloutLoop must be 1. Before the models
-    are loaded, the servers must answer, and the texts of 64 tokens must be those of the run's tokenizer.
+    Start each server with ``vllm serve MODEL --max-logprobs K``, where K is at least ``top_k`` of the divergence. Leave
+    out ``--logprobs-mode``, or choose one that returns log-probabilities. The servers return log-probabilities at
+    temperature 1, so set ``temperature`` of RolloutLoop to 1.
+
+    A text goes to the server with the fewest unfinished texts, and responses to one prompt go to the same server. After
+    a connection error or a timeout it is sent again, so you can restart a server while the run waits or uses the
+    others.
+
+    Replies are validated: the tokens must differ, one of them must be the text's own, and their probabilities must sum
+    to at most 1. Before the models are loaded, the servers must answer and give 64 tokens the same texts as the run's
+    tokenizer does.
 
     Args:
-        urls: addresses, for example ``http://127.0.0.1:8000``; at least one.
-        model: name of the model on the servers; None asks the first one, which must have a single model.
-        key_env: name of the environment variable with the servers' key; None sends no key.
+        urls: addresses, at least one, for example ``http://127.0.0.1:8000``.
+        model: name of the model on the servers. None asks the first one, which must serve a single model.
+        key_env: environment variable that contains the servers' key. None sends no key.
         timeout_s: time limit of one try, seconds.
-        tries: largest number of times that a text is sent, at least 1, with pauses of up to 30 s: about 4 minutes in
-            which a server may be restarted.
-        concurrency: largest number of concurrent requests, for each server; others also get those of one that fails.
+        tries: how often a text is sent at most, at least 1, with pauses of up to 30 s. This leaves you about 4 minutes
+            to restart a server.
+        concurrency: most concurrent requests to each server. If a server fails, the others also get its requests.
     """
 
     urls: Sequence[str]

@@ -88,10 +88,10 @@ def late_ranks(reports: Sequence[_Report], now: float, seconds: float) -> dict[i
 
 
 class LateRanks(Callback):
-    """Prints a line about each rank for which all others have waited.
+    """Prints a line about each rank that all others are waiting for.
 
-    A rank is late if it has begun fewer collectives than the others and no rank begins one. Reward functions,
-    compilation, loading and checkpoints may take any time.
+    It shows you which rank hangs. A rank is late if it has begun fewer collectives than the others and no rank begins
+    one. Reward functions, compilation, loading and checkpoints may take any time.
 
     Args:
         after_seconds: time without progress after which a rank is named, positive.

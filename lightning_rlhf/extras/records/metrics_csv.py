@@ -19,11 +19,12 @@ from lightning_rlhf.ranges import check_at_least
 class MetricsCSV(RunWriter):
     """Writes ``metrics.csv``: one row per training step and one per validation, the step in the first column.
 
-    A row is written before the checkpoint of its step, so that a resumed run continues the table without a gap; rows
-    after the step of the checkpoint are then removed.
+    A row is written before the checkpoint of its step. When you resume, rows after the step of the checkpoint are
+    removed, so the table continues without a gap.
 
-    The row of a validation has the metrics that begin with ``val/``, and all others that the validation logged, which
-    are not repeated in training rows. Without a metric that begins with ``val/``, its column ``validation`` is 1.
+    The row of a validation contains the metrics that begin with ``val/``, and all others that the validation logged.
+    They are not repeated in training rows. If no metric begins with ``val/``, the column ``validation`` of the row is
+    1.
 
     Args:
         every_n_steps: steps between two training rows, at least 1.

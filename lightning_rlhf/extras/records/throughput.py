@@ -30,17 +30,17 @@ PEAKS = {
 class Throughput(RunMeter):
     """Logs ``time/step_s``, the duration of a step on the slowest rank, and ``perf/...`` over all ranks.
 
-    Tokens are those of prompts and responses. Memory is the peak since the start of the run, of the device and of the
-    process with the highest peak; an engine in another process is not included.
+    Tokens count prompts and responses. Memory is the peak since the start of the run, on the device and in the process
+    with the highest peak. An engine in another process is not included.
 
-    ``perf/mfu_update`` is the fraction of the devices' peak that the update uses, after "PaLM", Chowdhery et al. 2022,
-    appendix B: one pass of a role with N parameters and L layers of width d over a text of n tokens takes
-    6 N n + 12 L d n^2 floating-point operations; their sum over roles, texts and passes is divided by
+    ``perf/mfu_update`` tells you how well the update uses your devices, as a fraction of their peak. It follows "PaLM",
+    Chowdhery et al. 2022, appendix B. One pass of a role with N parameters and L layers of width d over a text of n
+    tokens takes 6 N n + 12 L d n^2 floating-point operations. The sum over roles, texts and passes is divided by
     ``time/update_s``, the number of devices and their peak. It is logged if the peak is known.
 
     Args:
         peak_tflops: peak of one device in the precision of training, without sparsity, 10^12 operations per second.
-            None uses the bfloat16 peak of common devices; other devices and precisions have no default.
+            None uses the bfloat16 peak of common devices. For other devices and precisions there is no default.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:

@@ -19,11 +19,11 @@ _LONGEST_ERROR = 4000  # characters
 
 
 class ReportPage(RunReader):
-    """Writes ``report.html`` at the end of a run, also of one that fails: curves, health checks, times, responses.
+    """Writes ``report.html`` when a run ends or fails, with curves, health checks, times and responses.
 
-    It reads the files of other callbacks; without ``metrics.csv`` it writes no page. The file ``end.json`` contains the
-    error of a run that failed, or null; it is absent while a run continues, and after it was killed. If the files
-    cannot be written, it logs a warning, and the run ends as it would without this callback.
+    It reads the files of other callbacks, so you get no page without ``metrics.csv``. The file ``end.json`` contains
+    null, or the error if the run failed. It is absent while a run continues, and after the run was killed. If the files
+    cannot be written, you get a warning, and the run ends as it would without this callback.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

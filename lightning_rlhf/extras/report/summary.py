@@ -43,10 +43,11 @@ _TIMES = {
 class Report(RunReader):
     """Prints the first and the last validation, responses of both, and the time of each part of the steps.
 
-    It reads ``metrics.csv``, so it needs MetricsCSV.
+    Use it to see at the end of a run what training changed. You also need MetricsCSV, because this callback reads
+    ``metrics.csv``.
 
     Args:
-        num_samples: number of prompts to print, those with changed responses first.
+        num_samples: prompts to print, those with changed responses first.
     """
 
     prints_comparison = True

@@ -24,28 +24,29 @@ from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 
 @dataclass(eq=False)
 class LearnedReward:
-    """Score of prompt and response by a sequence classifier with one label.
+    """Scores prompt and response with a sequence classifier with one label.
 
-    For reward models whose tokenizer or chat template differs from the policy's: the text is tokenised again, as
-    :class:`~lightning_rlhf.RewardModule` does, with the end token after a finished response. Use the module's
-    ``reward_model``, which the strategy distributes, for a model that shares the policy's tokenizer. The model is
-    loaded at the first call, once per process, from safetensors only and without code from the hub. It reads texts:
-    ``<image>`` stands for each image of a prompt.
+    Use it if your reward model's tokenizer or chat template differs from the policy's. The text is tokenised again, as
+    :class:`~lightning_rlhf.RewardModule` does, with the end token after a finished response. If the model shares the
+    policy's tokenizer, use the module's ``reward_model`` instead, because the strategy distributes it.
 
-    The score is normalised with the mean and deviation in the model's ``config.json``, so that it is that of a module's
-    ``reward_model`` for the same tokens; in plain transformers, the logit of an export is the score before. A response
-    that the length limit cut gets no end token. The head may have any of the names that other libraries store:
-    ``score``, OpenRLHF's ``value_head`` with ``mean`` and ``std`` (used with ``normalize_reward: true``), TRL's
-    ``v_head.summary``, LLaMA-Factory's ``value_head.safetensors``, or the two layers of Qwen2.5-Math-RM. Models with
-    several outputs, such as ArmoRM, are refused with the names of their tensors.
+    The model is loaded at the first call, once per process, from safetensors only and without code from the hub. It
+    reads texts, with ``<image>`` for each image of a prompt. A response that the length limit cut gets no end token.
+
+    The score is normalised with the mean and deviation in the model's ``config.json``, so you get the same score as
+    from a module's ``reward_model`` for the same tokens. In plain transformers, the logit of an export is the score
+    before that. The head may have any of the names that other libraries store: ``score``, OpenRLHF's ``value_head``
+    with ``mean`` and ``std`` (used with ``normalize_reward: true``), TRL's ``v_head.summary``, LLaMA-Factory's
+    ``value_head.safetensors``, or the two layers of Qwen2.5-Math-RM. Models with several outputs, such as ArmoRM, are
+    refused with the names of their tensors.
 
     Args:
         path: directory written by ``save_pretrained``, or hub id.
         revision: branch, tag or commit of the hub repository.
         dtype: dtype of the parameters.
-        device: device name; ``auto`` is the process's GPU if there is one, else the CPU.
-        batch_tokens: number of padded tokens per batch.
-        max_tokens: largest number of tokens to score; only the last tokens of a longer text are scored. None: no limit.
+        device: device name. ``auto`` is the process's GPU if there is one, else the CPU.
+        batch_tokens: padded tokens per batch.
+        max_tokens: most tokens to score. Of a longer text, only the last tokens are scored. None: no limit.
     """
 
     path: str

@@ -50,23 +50,24 @@ Pair = tuple[str, str]  # correct answer and response
 
 @dataclass(eq=False)
 class MathReward:
-    """Reward of 1 if math-verify finds the answer mathematically equal to the correct one, else ``wrong``.
+    """Rewards with 1 if math-verify finds the answer mathematically equal to the correct one, else with ``wrong``.
 
-    Responses may be hostile: evaluating ``9^{9^{9^9}}`` never ends. Formulas are therefore parsed and compared in
-    worker processes with little memory, no environment variables and no writable files. A comparison that exceeds its
-    limit is interrupted; a process that cannot be interrupted is killed and replaced. Slow comparisons do not delay
-    quick ones, and waiting for other responses does not count towards the limit. In wall-clock time, n responses take
-    at most about (n / workers) (4 timeout_s + 2) seconds: two passes, each killed after four times its limit and 1 s.
-    Scripts that use this class need
-    ``if __name__ == "__main__":``, as with all multiprocessing.
+    Responses may be hostile. For example, evaluating ``9^{9^{9^9}}`` never ends. Formulas are therefore parsed and
+    compared in worker processes with little memory, no environment variables and no writable files. A comparison that
+    exceeds its limit is interrupted. If a process cannot be interrupted, it is killed and replaced. Slow comparisons do
+    not delay quick ones, and waiting for other responses does not count towards the limit. In wall-clock time, n
+    responses take at most about (n / workers) (4 timeout_s + 2) seconds, in two passes, each killed after four times
+    its limit and 1 s.
+
+    If you use this class in a script, it needs ``if __name__ == "__main__":``, as with all multiprocessing.
 
     Args:
-        timeout_s: limit for one response, seconds of processor time, so that the load of the machine has no influence.
+        timeout_s: limit for one response, seconds of processor time, so that the load of the machine does not matter.
         on_timeout: ``wrong`` treats a response that exceeds the limit as wrong, ``skip`` omits its reward. Their
             fraction is logged as ``given_up``.
-        wrong: reward of a wrong answer; 0, or -1 as in "DAPO" (Yu et al. 2025, eq. 7).
-        max_chars: largest number of characters to parse: the first characters of a boxed answer, or the last characters
-            of a response without one.
+        wrong: reward of a wrong answer, 0, or -1 as in "DAPO" (Yu et al. 2025, eq. 7).
+        max_chars: most characters to parse. They are the first of a boxed answer, or the last of a response without
+            one.
         workers: number of processes.
         memory_mb: address space limit of each process, MiB.
 

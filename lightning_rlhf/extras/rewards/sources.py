@@ -14,11 +14,13 @@ from lightning_rlhf.rewards.results import RESERVED_METRICS
 
 
 class BySource:
-    """Scores each completion with the function of its ``data_source``.
+    """Scores each completion with the function for its ``data_source``.
+
+    Use it if you mix data sets that need different rewards.
 
     Args:
-        functions: functions by shell pattern of the source (``openai/gsm8k``, ``aime*``); the first matching pattern
-            is used, so ``"*"`` comes last. Each function receives only the completions of its sources.
+        functions: functions by shell pattern of the source (``openai/gsm8k``, ``aime*``). The first matching pattern is
+            used, so put ``"*"`` last. Each function receives only the completions of its sources.
     """
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:

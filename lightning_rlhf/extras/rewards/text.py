@@ -86,9 +86,9 @@ class AnswerReward:
 
 
 class ExactMatch(AnswerReward):
-    """Reward of 1 if the answer equals a correct one, else 0 ("SQuAD", Rajpurkar et al. 2016, section 6.1).
+    """Rewards with 1 if the answer equals a correct one, else with 0 ("SQuAD", Rajpurkar et al. 2016, section 6.1).
 
-    Its arguments are those of :class:`AnswerReward`. See :class:`TokenF1` for partial credit.
+    It takes the arguments of :class:`AnswerReward`. If you want partial credit, use :class:`TokenF1`.
     """
 
     per_sample = True
@@ -99,10 +99,10 @@ class ExactMatch(AnswerReward):
 
 
 class TokenF1(AnswerReward):
-    """Overlap of the words of answer and correct answer ("SQuAD", Rajpurkar et al. 2016, section 6.1).
+    """Rewards the overlap of words with the correct answer ("SQuAD", Rajpurkar et al. 2016, section 6.1).
 
-    F1 = 2 P R / (P + R) with P = shared words / words of the answer, R = shared words / words of the correct answer; a
-    word counts as often as both contain it. Two empty answers score 1, a single empty one 0. Its arguments are those of
+    F1 = 2 P R / (P + R) with P = shared words / words of the answer, R = shared words / words of the correct answer. A
+    word counts as often as both contain it. Two empty answers score 1, a single empty one 0. It takes the arguments of
     :class:`AnswerReward`.
     """
 
@@ -118,10 +118,10 @@ class TokenF1(AnswerReward):
 
 @dataclass(frozen=True)
 class Format:
-    """Reward of 1 if the whole completion matches a pattern, else 0.
+    """Rewards with 1 if the whole completion matches a pattern, else with 0.
 
     Args:
-        pattern: regular expression for the completion without surrounding spaces; a dot also matches line breaks.
+        pattern: regular expression for the completion without surrounding spaces. A dot also matches line breaks.
 
     Raises:
         ValueError: the pattern is not a valid regular expression.
@@ -164,12 +164,12 @@ def boxed_format(completions: list[str]) -> list[float]:
 
 @dataclass(frozen=True)
 class Length:
-    """Reward of 1 for lengths within a range, decreasing linearly to 0 outside.
+    """Rewards with 1 if the length is within a range, decreasing linearly to 0 outside.
 
     Args:
         least: smallest length with a reward of 1, tokens, at least 0.
-        most: largest length with a reward of 1, tokens; may equal ``least``.
-        slope: number of tokens below ``least`` or above ``most`` over which the reward decreases to 0; 0 is a step.
+        most: largest length with a reward of 1, tokens. May equal ``least``.
+        slope: tokens below ``least`` or above ``most`` over which the reward decreases to 0. 0 is a step.
 
     Raises:
         ValueError: the bounds are invalid.

@@ -12,12 +12,12 @@ from lightning_rlhf.data.samplers import shuffle
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Rows in ascending order of difficulty.
+    """Orders rows by difficulty, the easiest first.
 
     Args:
-        column: column with the difficulty as a number; dots separate the keys of nested values; None uses the length in
+        column: column with the difficulty as a number. Dots separate the keys of nested values. None uses the length in
             tokens.
-        epochs: number of epochs in this order; later epochs are shuffled.
+        epochs: number of epochs in this order. Later epochs are shuffled.
         descending: True puts the largest number first.
     """
 

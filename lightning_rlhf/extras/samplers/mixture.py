@@ -15,12 +15,12 @@ from lightning_rlhf.ranges import check_ranges
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources mixed by weight; a small source is read several times in an epoch, each time in a different order.
+    """Mixes sources by weight. A small source is read several times in an epoch, each time in a different order.
 
     Args:
-        weights: positive weight of each source; they need not sum to 1. Rows of other sources are bad rows.
-        column: column with the name of a row's source; dots separate the keys of nested values.
-        rows: number of rows of an epoch; None uses the number of rows of the data.
+        weights: positive weight of each source. They need not sum to 1. Rows of other sources are bad rows.
+        column: column with the name of a row's source. Dots separate the keys of nested values.
+        rows: number of rows of an epoch. None uses the number of rows of the data.
     """
 
     weights: dict[str, float]

@@ -84,32 +84,32 @@ def probe() -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class BubblewrapSandbox:
-    """A Linux sandbox that needs no root, daemon or image; about 15 ms per program.
+    """Runs programs in a Linux sandbox that needs no root, daemon or image, in about 15 ms per program.
 
-    A program has
+    A program gets:
 
-    - the user ``nobody`` (65534) if the trainer is root, else the trainer's user; neither capabilities nor
-      supplementary groups, and it cannot gain privileges;
+    - the user ``nobody`` (65534) if the trainer is root, else the trainer's user, without capabilities or supplementary
+      groups. It cannot gain privileges.
     - separate user, process, network, mount, IPC, UTS and cgroup namespaces, with further user namespaces disabled, and
-      a separate session;
-    - the libraries and one Python without site-packages, all read-only, and a ``/tmp`` of its own; no ``/proc``,
-      ``/sys``, ``/etc`` or shell; the devices ``/dev/null``, ``/dev/zero`` and ``/dev/urandom``;
-    - none of the trainer's environment variables and descriptors; stdin, stdout and stderr are pipes;
+      a separate session.
+    - the libraries and one Python without site-packages, all read-only, and a ``/tmp`` of its own. There is no
+      ``/proc``, ``/sys``, ``/etc`` or shell. The devices are ``/dev/null``, ``/dev/zero`` and ``/dev/urandom``.
+    - none of the trainer's environment variables and descriptors. stdin, stdout and stderr are pipes.
     - the resources of ``limits``. At the end of its time, the whole tree is killed. Processes are counted inside the
-      sandbox, so that those of other sandboxes and of the trainer do not count. There are no core files;
+      sandbox, so other sandboxes and the trainer do not count. There are no core files.
     - with delegated control groups, at most ``memory_bytes`` plus ``scratch_bytes`` for all its processes, its files
       and the kernel's memory for them. It is moved to its group before its first instruction, and the group is removed
-      at its end;
+      at its end.
     - no access to some seventy system calls: all sockets except pairs of Unix sockets, keys, tracing, mounts, bpf,
       io_uring, asynchronous reads, perf, memory files, System V memory, inotify, modules and clocks. Calls of another
       architecture kill the process.
 
     Args:
-        python: interpreter of the programs, without site-packages; None uses the base interpreter of the trainer's
+        python: interpreter of the programs, without site-packages. None uses the base interpreter of the trainer's
             environment if the programs' user can read it, else /usr/bin/python3.
         packages: folder of packages (``pip install --target``) that programs may import, readable by all users.
-        concurrency: largest number of programs at a time, over all threads; None: one per processor. Waiting does not
-            count towards a program's time limit.
+        concurrency: most programs at a time, over all threads. None: one per processor. Waiting does not count towards
+            a program's time limit.
     """
 
     python: str | None = None

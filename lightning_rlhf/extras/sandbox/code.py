@@ -22,11 +22,11 @@ _CACHED_SCORES = 1024
 
 @dataclass(frozen=True)
 class CodeExecution:
-    """A reward function that runs each program against tests as soon as its completion is finished.
+    """Runs each program against tests as soon as its completion is finished, and rewards the tests that pass.
 
     Identical programs with the same tests, common in groups of responses, run once.
 
-    Tests are read from the column ``tests``, or from ``ground_truth`` if the data has no such column:
+    You give the tests in the column ``tests``, or in ``ground_truth`` if your data contain no such column:
 
     - ``[{"input": "2 3", "output": "5"}]``: the program reads stdin and writes stdout,
     - ``[{"name": "add", "args": [2, 3], "expected": 5}]``: a function of the program is called,
@@ -34,13 +34,13 @@ class CodeExecution:
       CodeContests. Results that APPS wraps into a list are correct with and without it.
 
     Args:
-        sandbox: sandbox that runs the programs; None uses bubblewrap. The constructor tests it and raises an error if
+        sandbox: sandbox that runs the programs. None uses bubblewrap. The constructor tests it and raises an error if
             it does not work.
         limits: resource limits of one test.
-        continuous: True returns the fraction of passed tests; False returns 1 if all tests pass, else 0, and stops at
+        continuous: True returns the fraction of passed tests. False returns 1 if all tests pass, else 0, and stops at
             the first failure.
-        fenced: True runs the last fenced block that is marked as Python or has no language, or the whole completion if
-            it has no such block; False always runs the whole completion.
+        fenced: True runs the last fenced block that is marked as Python or names no language, or the whole completion
+            if there is no such block. False always runs the whole completion.
     """
 
     sandbox: Sandbox | None = None

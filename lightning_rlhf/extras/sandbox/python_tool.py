@@ -10,15 +10,15 @@ from lightning_rlhf.extras.sandbox.protocol import Limits, Sandbox
 
 
 class PythonTool:
-    """Runs programs in a sandbox, without a state between calls; see docs/sandbox.md.
+    """Runs programs in a sandbox, without a state between calls (see docs/sandbox.md).
 
-    Pass its method :meth:`python` to ``Tools``, or ``lightning_rlhf.extras.sandbox.python_tool:python`` for
-    one with the default limits.
+    Pass its method :meth:`python` to ``Tools``. If the default limits fit, pass
+    ``lightning_rlhf.extras.sandbox.python_tool:python`` instead.
 
     Args:
-        sandbox: sandbox that runs the programs; None uses bubblewrap.
+        sandbox: sandbox that runs the programs. None uses bubblewrap.
         limits: resource limits of one program.
-        max_characters: most characters of the output that the policy reads; longer ones are cut at the end.
+        max_characters: most characters of the output that the policy reads. Longer output is cut at the end.
     """
 
     def __init__(

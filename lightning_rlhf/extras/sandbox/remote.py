@@ -29,14 +29,15 @@ class _TemporaryError(RuntimeError):
 class RemoteSandbox:
     """Sends each program to a server that runs it: ``POST <url>/run_code``.
 
-    The server's result is trusted, so the server must isolate programs from each other. Requests are repeated if the
-    server does not reply or reports an internal error; such errors never count as a failure of the program.
+    Your server must isolate programs from each other, because its result is trusted. If it does not reply, or reports
+    an internal error, the request is repeated. Such errors never count as a failure of the program.
 
     Args:
         url: URL of the server, such as http://sandbox:8080.
-        concurrency: largest number of concurrent requests, over all threads.
-        attempts: number of requests for each program before an error is raised.
-        patience_seconds: time to wait for a reply in addition to the program's limit, as the server may have a queue.
+        concurrency: most concurrent requests, over all threads.
+        attempts: requests for each program before an error is raised.
+        patience_seconds: time to wait for a reply in addition to the program's limit, because the server may queue
+            programs.
     """
 
     url: str

@@ -54,26 +54,29 @@ _PROOF_BOUNDS = {"float32": 1e-2, "bfloat16": 1.0}  # largest differences of log
 
 
 class VLLMServerEngine(RolloutEngine):
-    """Engine for one or more vLLM servers that the user starts; docs/rollouts.md has the command.
+    """Generates on one or more vLLM servers that you start with the command in docs/rollouts.md.
 
-    The first rank pushes the weights to all servers with vLLM's weight-transfer API: running requests end, the weights
+    The first rank pushes the weights to all servers with vLLM's weight-transfer API. Running requests end, the weights
     are replaced, and the prefix cache is emptied. Every rank distributes its own prompts between the servers. A server
-    labels each token with the version of the weights that generated it. One that dies, hangs or has other weights is
-    left out until it works again and has the weights of the last push; its requests are generated again from their
-    seeds. A request that fails on a server that works otherwise, as on a bad network, is sent three times.
+    labels each token with the version of the weights that generated it.
+
+    If a server dies, hangs or holds other weights, it is left out until it works again and holds the weights of the
+    last push. Its requests are generated again from their seeds. If a request fails on a server that works otherwise,
+    as on a bad network, it is sent three times.
 
     Requests go to the server with the fewest unfinished ones. Up to a difference of eight, the responses to one prompt
-    and the turns of one conversation go to the server whose cache contains the longest beginning of their text.
+    and the turns of one conversation go to the server with the longest beginning of their text in its cache.
 
     Args:
         urls: address, for example ``http://127.0.0.1:8000``, several addresses, or the path of a file ``*.txt`` with
-            one in each line, which is read again before each push; environment variables in the path are replaced. A
-            new server gets requests when it has the weights, a server that was removed from the file gets no more.
-        key_variable: environment variable with the servers' API key; required for a server on another machine.
-        ranks: number of consecutive ranks that split the trained model and so have the same prompts.
+            one in each line. Environment variables in the path are replaced. The file is read again before each push,
+            so you can add and remove servers. A new server gets requests once it holds the weights. A removed one gets
+            no more.
+        key_variable: environment variable with the servers' API key. Required for a server on another machine.
+        ranks: consecutive ranks that split the trained model and so share their prompts.
         timeout: longest wait for a server to start, for one to be used again, and for one response, in seconds.
         silent_seconds: longest time in which a server may not respond although it works, in seconds.
-        max_restarts: largest number of failures of a server within an hour after which it is used again.
+        max_restarts: most failures of a server within an hour after which it is used again.
     """
 
     serves_several_ranks = True

@@ -15,12 +15,12 @@ from lightning_rlhf.expected_errors import UsageError
 
 @dataclass(frozen=True)
 class BytePairTokenizer:
-    """Byte-pair encoding trained on the run's own data; any text can be encoded.
+    """Trains byte-pair encoding on the run's own data. It can encode any text.
 
     Args:
         data: file or hub id of the training data.
         vocab_size: number of tokens, at least 260 (256 bytes and four special tokens).
-        columns: text columns to train on; None uses all of them.
+        columns: text columns to train on. None uses all of them.
     """
 
     data: str

@@ -46,38 +46,38 @@ _START = "the engine to be ready"  # for log lines that begin with "Waiting for"
 
 
 class VLLMEngine(RolloutEngine):
-    """vLLM in a separate process.
+    """Runs vLLM in a separate process.
 
-    In the trainer's process, vLLM would reseed the random generators, limit the threads and join torch.distributed. A
-    separate process also starts while data and models load, and its crash is reported as an error.
+    In the trainer's process, vLLM would reseed your random generators, limit the threads and join torch.distributed. A
+    separate process also starts while data and models load, and if it crashes, you get an error.
 
     Args:
-        gpu_memory_utilization: fraction of a GPU's memory for weights and cache, in (0, 1]; the trainer needs the rest.
+        gpu_memory_utilization: fraction of a GPU's memory for weights and cache, in (0, 1]. The trainer needs the rest.
         tensor_parallel_size: number of GPUs of the engine, at least 1.
-        cpu_threads: number of threads of each process of the engine on a machine without GPU, at least 1; None divides
-            the trainer's number by ``tensor_parallel_size``, or half of it where generation and learning overlap.
-        arguments: further arguments of ``vllm.LLM``; they override the defaults of this class.
-        deterministic: whether to use GPU kernels whose results do not depend on the rest of a batch
-            (``VLLM_BATCH_INVARIANT=1``): slower, but equal seeds give equal responses. Must be False on a CPU, where
-            only the rounding of log-probabilities depends on it. Not tested on a GPU yet.
-        sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
-            for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
-        push_within_gpu: whether weights are pushed through a buffer on each GPU that trainer and engine share (256 MiB,
-            or the largest parameter), with ``max_staleness`` of 0. The buffers are freed after the push. An engine on
+        cpu_threads: threads of each process of the engine on a machine without GPU, at least 1. None divides the
+            trainer's number by ``tensor_parallel_size``, or half of it if generation and learning overlap.
+        arguments: further arguments of ``vllm.LLM``. They override the defaults of this class.
+        deterministic: whether to use GPU kernels that compute the same for a response in any batch
+            (``VLLM_BATCH_INVARIANT=1``). They are slower, but equal seeds give equal responses. Must be False on a CPU,
+            where only the rounding of log-probabilities depends on it. Not tested on a GPU yet.
+        sleep_while_learning: whether to free the GPU memory of weights and cache for the trainer, between a rollout and
+            the next push. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
+        push_within_gpu: whether to push weights through a buffer on each GPU that trainer and engine share (256 MiB, or
+            the largest parameter), with ``max_staleness`` of 0. The buffers are freed after the push. An engine on
             several GPUs must be shared by as many ranks (:class:`~lightning_rlhf.rollout.shared.SharedEngine`). If the
             engine cannot map a buffer, weights are pushed through memory of the host, with a warning. Must be False on
             a CPU. Not tested on a GPU yet.
-        unfinished: treatment of responses that are unfinished when weights are pushed, which only happens with
-            ``max_staleness`` of at least 2. ``finish`` loads the weights when all responses are finished; ``continue``
-            loads them at once, and the responses continue with the new weights and the keys and values of the old
-            ones; ``cut`` loads them at once and ends the responses as truncated. With the last two, responses depend
-            on the speed of the machine, so a run cannot be repeated exactly.
-        max_restarts: largest number of times within an hour that the process is started again after it died, hung or
-            sent nonsense; unfinished responses are then generated again from their seeds. 0 ends the run instead, as
-            does a failure with ``push_within_gpu``, whose weights are not kept.
-        silent_seconds: longest time in which the process may load weights or compute a step without a message; a
-            longer one counts as hanging. To start again, it may need three times the first start in addition. None: no
-            limit.
+        unfinished: what happens to responses that are unfinished when weights are pushed. That only occurs with
+            ``max_staleness`` of at least 2. ``finish`` loads the weights when all responses are finished. ``continue``
+            loads them at once, and the responses continue with the new weights and the keys and values of the old ones.
+            ``cut`` loads them at once and ends the responses as truncated. With the last two you cannot repeat a run
+            exactly, because responses depend on the speed of the machine.
+        max_restarts: how often within an hour, at most, the process is started again after it died, hung or sent
+            nonsense. Unfinished responses are then generated again from their seeds. 0 ends the run instead. A failure
+            with ``push_within_gpu`` ends it too, because those weights are not kept.
+        silent_seconds: longest time in which the process may load weights or compute a step without a message. After a
+            longer one it counts as hanging. To start again, it may need three times the first start in addition. None:
+            no limit.
     """
 
     def __init__(
@@ -433,20 +433,20 @@ class VLLMEngine(RolloutEngine):
 
 
 class VLLMAdapterEngine(VLLMEngine):
-    """:class:`VLLMEngine` that gets the actor's weights once, then only its LoRA adapters.
+    """Runs :class:`VLLMEngine` with the actor's weights pushed once, and then only its LoRA adapters.
 
-    Pushes are smaller, but each token costs more: vLLM computes ``W x + (alpha / rank) B A x`` like the actor, so small
-    adapters are not lost by rounding a sum with W to bfloat16. The adapters are written to a file in the engine's
-    directory, from which vLLM loads them.
+    Your pushes are smaller, but each token costs more. vLLM computes ``W x + (alpha / rank) B A x`` like the actor, so
+    small adapters are not lost by rounding a sum with W to bfloat16. The adapters are written to a file in the engine's
+    directory, and vLLM loads them from there.
 
     Args:
-        gpu_memory_utilization: argument of :class:`VLLMEngine`.
-        tensor_parallel_size: argument of :class:`VLLMEngine`.
-        cpu_threads: argument of :class:`VLLMEngine`.
-        arguments: argument of :class:`VLLMEngine`.
-        deterministic: argument of :class:`VLLMEngine`.
-        max_restarts: argument of :class:`VLLMEngine`.
-        silent_seconds: argument of :class:`VLLMEngine`.
+        gpu_memory_utilization: as for :class:`VLLMEngine`.
+        tensor_parallel_size: as for :class:`VLLMEngine`.
+        cpu_threads: as for :class:`VLLMEngine`.
+        arguments: as for :class:`VLLMEngine`.
+        deterministic: as for :class:`VLLMEngine`.
+        max_restarts: as for :class:`VLLMEngine`.
+        silent_seconds: as for :class:`VLLMEngine`.
     """
 
     def __init__(

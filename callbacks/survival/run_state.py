@@ -129,8 +129,8 @@ class RunState(Callback):
         kinds, expected = ([set(without_lengths(state)) for state in states] for states in (new, stored))
         if kinds != expected:
             raise UsageError(
-                f"you configure other kinds of learning-rate schedules than the checkpoint ({len(new)} configured, "
-                f"{len(stored)} in the checkpoint): configure the same ones, or start a new run from an export"
+                f"the learning-rate schedules are of other kinds than in the checkpoint ({len(stored)} there, {len(new)} "
+                f"configured): configure the same ones, or start a new run from an export, with new optimizers"
             )
 
     def _compare(self, stored: dict[str, str]) -> None:

@@ -60,7 +60,7 @@ MISTAKES = {
     "quantized shards": (
         {"quantization": "nf4", "lora": LORA},
         {"strategy": "rlhf_fsdp"},
-        "shards weights, and those of the actor are stored in nf4",
+        "shards weights, but it cannot shard weights in nf4, as the actor's are",
     ),
 }
 

@@ -129,8 +129,8 @@ class RunState(Callback):
         kinds, expected = ([set(without_lengths(state)) for state in states] for states in (new, stored))
         if kinds != expected:
             raise UsageError(
-                f"the learning-rate schedules are of other kinds than in the checkpoint ({len(stored)} there, {len(new)} "
-                f"configured): configure the same ones, or start a new run from an export, with new optimizers"
+                f"the learning-rate schedules are of other kinds than in the checkpoint ({len(stored)} there, "
+                f"{len(new)} configured): configure the same ones, or start a new run from an export, with new optimizers"
             )
 
     def _compare(self, stored: dict[str, str]) -> None:

@@ -130,7 +130,7 @@ class RunState(Callback):
         if kinds != expected:
             raise UsageError(
                 f"the learning-rate schedules are of other kinds than in the checkpoint ({len(stored)} there, "
-                f"{len(new)} configured): configure the same ones, or start a new run from an export, with new optimizers"
+                f"{len(new)} here): configure the same ones, or start a new run from an export, with new optimizers"
             )
 
     def _compare(self, stored: dict[str, str]) -> None:

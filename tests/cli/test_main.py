@@ -121,12 +121,12 @@ def test_resume_with_other_kinds_of_schedules_is_rejected(fit, config):
     optimizers(config, {"lr": 1e-6}, {"name": "ConstantLR", "factor": 0.5})
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
     assert result.code == 2
-    message = "the learning-rate schedules are of other kinds than in the checkpoint (0 there, 1 configured)"
+    message = "the learning-rate schedules are of other kinds than in the checkpoint (0 there, 1 here)"
     assert message in result.err
     assert fit(config).code == 0
     optimizers(config, {"lr": 1e-6}, {"name": "LinearLR", "total_iters": 5})
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
-    assert (result.code, "(1 there, 1 configured)" in result.err) == (2, True)
+    assert (result.code, "(1 there, 1 here)" in result.err) == (2, True)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ BASE = {
     },
     "trainer": {"max_steps": 1},
 }
-PROGRAMS = {"cd", "export", "mlflow", "pip", "source", "tensorboard"}  # of others
+PROGRAMS = {"cd", "export", "mlflow", "pip", "source", "ssh", "tensorboard"}  # of others
 
 
 def blocks(*languages, but=None):

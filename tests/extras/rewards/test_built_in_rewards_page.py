@@ -12,7 +12,7 @@ from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 
 PAGE = (Path(__file__).parents[3] / "docs/built_in_rewards.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-NAMED = re.findall(r"^\| `([\w.]+)\.(\w+)` \|", PAGE, re.MULTILINE)
+NAMED = re.findall(r"^\| `lightning_rlhf\.([\w.]+)\.(\w+)` \|", PAGE, re.MULTILINE)
 
 
 def made(block):

@@ -188,12 +188,12 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
         (
             f"{LOOP}.rewards",
             "reward.py:right",
-            ["trainer.callbacks (RolloutLoop): rewards must be a list or null, got 'reward.py:right'"],
+            ["rewards must have {function: ...} for each reward: write {function: reward.py:right}"],
         ),
         (
             f"{LOOP}.rewards",
             {"function": "a.b"},
-            ["trainer.callbacks", "RolloutLoop", "rewards", "<class 'list'>", "{'function': 'a.b'}"],
+            ["trainer.callbacks (RolloutLoop): rewards must be a list or null, got {'function': 'a.b'}"],
         ),
         (
             f"{MODEL}.actor.init_args.architecture.hiden_size",

@@ -91,11 +91,11 @@ class Result(NamedTuple):
 
 
 VERDICTS = {
-    "packed, prompts shared": "Your texts share one row, and a group's prompt is computed once.",
-    "packed": "Your texts share one row.",
+    "packed, prompts shared": "Your texts are packed into one row, and the prompt of a group is computed once.",
+    "packed": "Your texts are packed into one row.",
     "padded": "Your texts are padded, because the model does not separate texts in one row.",
-    "rejected": "A run ends before its first step and tells you why.",
-    "not compared": "No small form was found that transformers builds and runs. Your run compares them at its start.",
+    "rejected": "Your run ends before its first step and tells you why.",
+    "not compared": "We found no small form that transformers builds and runs. Your run makes the comparison when it starts.",
 }
 
 
@@ -208,14 +208,14 @@ def names() -> list[str]:
 def page(results: list[Result]) -> str:
     """Return the text of the page."""
     introduction = (
-        f"Look up the `model_type` of your model here to see how your texts are computed. The list contains all "
-        f"{len(results)} causal architectures of transformers {transformers.__version__}. Each was built in a small "
-        f"form with random weights, and log-probs and gradients of a batch were compared with the model's own logits, "
-        f"one text at a time. Your run repeats a part of this before its first step, with a short text. Whether vLLM "
-        f"generates with an architecture is a different question. `python -m tests.models.architectures` writes this "
-        f"page."
+        f"Does your model work here, and are its texts packed without padding? Find the `model_type` of its "
+        f"`config.json` in one of these lists. They contain all {len(results)} causal architectures of transformers "
+        f"{transformers.__version__}. We built each one in a small form with random weights, and compared log-probs and "
+        f"gradients of a batch with the model's own logits, one text at a time. Your run repeats a part of this before "
+        f"its first step, with a short text. Whether vLLM can generate with an architecture is a different question. "
+        f"`python -m tests.models.architectures` writes this page."
     )
-    lines = ["# Architectures", "", *textwrap.wrap(introduction, 118, break_on_hyphens=False), ""]
+    lines = ["# Supported model architectures", "", *textwrap.wrap(introduction, 118, break_on_hyphens=False), ""]
     for verdict, meaning in VERDICTS.items():
         instance = [result for result in results if result.verdict == verdict]
         text = f"{meaning} " + ", ".join(f"`{result.name}`" for result in instance) + "."

@@ -64,13 +64,13 @@ TRIED = """## Tried and left out
 
 Tried on 25 November 2026, on an AMD EPYC with AVX-512:
 
-- `torch.compile` of decoder layers: four steps took 400 s, because packed rows change their length in each pass. Of the
-  norms only: 2.9 instead of 3.1 CPU seconds per step, within the range of steps. You can call `compile()` on parts of a
-  model in `on_fit_start`.
-- bfloat16 on a CPU (`precision: bf16-mixed`, see SmolLM2): a fifth of its update is the backward pass of attention. On
-  short texts, torch's kernel takes 4 to 6 times the seconds of float32 there.
-- Fewer calls of attention: it takes 15 % of the GRPO row's updates, in about 20 calls per layer and pass. By estimate,
-  joining groups saves a few per cent of that and adds padding."""
+- `torch.compile` of decoder layers. Four steps took 400 s, because packed rows change their length in each pass. With
+  the norms compiled only, a step took 2.9 instead of 3.1 CPU seconds, which is within the range of steps. You can call
+  `compile()` on parts of a model in `on_fit_start`.
+- bfloat16 on a CPU (`precision: bf16-mixed`, see SmolLM2). The backward pass of attention takes a fifth of its update.
+  On short texts, torch's kernel takes 4 to 6 times as long there as in float32.
+- Fewer calls of attention. Attention takes 15 % of the updates in the GRPO row, in about 20 calls per layer and pass.
+  We estimate that joining groups would save a few per cent of that, and it would add padding."""
 
 
 def peer_python(name: str, directory: Path) -> Path:
@@ -202,29 +202,31 @@ def report(measured: dict[str, Any]) -> str:
     cores = psutil.cpu_count()
     model = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     days = " and ".join(f"{day:%d %B %Y}" for day in measured["dates"])
-    about = f"""# Performance
+    about = f"""# Performance: speed and memory compared with TRL
 
-How fast is lightning-rlhf beside TRL? `make benchmark` measures it on your machine and writes this page. Both train the
-same model (2.4 M parameters if a title names none) on the same data, in float32 with one thread per process unless a
-row says otherwise. They run in turns. Medians and ranges are over all steps but the first two of each turn. CPU
-seconds and MB (peak memory, shared pages count several times) are sums over the processes of a run. A ratio of 0.50
-means that lightning-rlhf, the first row, needs half of what you see in that row.
+How fast is lightning-rlhf compared with TRL? `make benchmark` measures it on your machine and writes this page.
+
+- Both train the same model (2.4 M parameters if a title names none) on the same data. They compute in float32 with one
+  thread per process unless a row says otherwise. They run in turns.
+- Medians and ranges are over all steps except the first two of each turn.
+- CPU seconds and MB are sums over the processes of a run. MB is peak memory, in which shared pages count several times.
+- A ratio of 0.50 means that lightning-rlhf, the first row, needs half of what you see in that row.
 
 Measured on {days}: {cores} cores of {model.partition(":")[2].strip()} ({torch.backends.cpu.get_cpu_capability()}),
 Python {platform.python_version()}. Nothing on this page was measured on a GPU.
 
 ## How fair this is
 
-- We help TRL twice. On CPUs it would compute the logits of all tokens: here it computes the responses' only, in
-  about 0.6 times the seconds with SmolLM2. Its vLLM does not run on CPUs as released: here it reloads packed weights in
-  the dtype of the row.
-- With AVX-512, lightning-rlhf computes float32 products with oneDNN, TRL with MKL as torch does. On AMD's processors
-  that alone saves much of the difference, so look at the row "products by MKL".
-- TRL's GRPO, PPO and DPO pad texts to the longest (micro-batches of 8 or 32 took the same seconds). Its SFT can leave
-  padding out with FlashAttention only, so on a GPU.
+- We help TRL twice. On CPUs it would compute the logits of all tokens. Here we let it compute the responses' logits
+  only, which takes about 0.6 times the seconds with SmolLM2. As released, TRL's vLLM does not run on CPUs. Here we let
+  it reload packed weights in the dtype of the row.
+- With AVX-512, lightning-rlhf computes float32 products with oneDNN, and TRL with MKL, as torch does. On AMD's
+  processors this alone explains much of the difference, so look at the row "products by MKL".
+- TRL's GRPO, PPO and DPO pad texts to the longest (micro-batches of 8 or 32 took the same seconds). TRL's SFT can leave
+  padding out, but only with FlashAttention, so only on a GPU.
 - `max_staleness: 1` uses a second core and older responses, which is another algorithm. Compare it with TRL on two
   threads.
-- TRL's last PPO is in 1.12 and generates with transformers, because it has no vLLM."""
+- TRL's last PPO is in version 1.12. It generates with transformers, because it has no vLLM."""
     lines = [about]
     for name, turns in measured["tasks"].items():
         lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
@@ -299,7 +301,7 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
         "",
         "## Memory of log-probabilities",
         "",
-        "Rise of the peak in an update of the head alone, 4,096 tokens, without the gradient of its weight:",
+        "Rise of peak memory in an update of the head alone, with 4,096 tokens and without the gradient of its weight:",
         "",
         "| vocabulary | MB | all logits in float32 MB |",
         "|---|---|---|",

@@ -95,7 +95,7 @@ VERDICTS = {
     "packed": "Your texts are packed into one row.",
     "padded": "Your texts are padded, because the model does not separate texts in one row.",
     "rejected": "Your run ends before its first step and tells you why.",
-    "not compared": "We found no small form that transformers builds and runs. Your run makes the comparison when it starts.",
+    "not compared": "We found no small form that transformers builds and runs. Your run compares them at its start.",
 }
 
 
@@ -210,10 +210,10 @@ def page(results: list[Result]) -> str:
     introduction = (
         f"Does your model work here, and are its texts packed without padding? Find the `model_type` of its "
         f"`config.json` in one of these lists. They contain all {len(results)} causal architectures of transformers "
-        f"{transformers.__version__}. We built each one in a small form with random weights, and compared log-probs and "
-        f"gradients of a batch with the model's own logits, one text at a time. Your run repeats a part of this before "
-        f"its first step, with a short text. Whether vLLM can generate with an architecture is a different question. "
-        f"`python -m tests.models.architectures` writes this page."
+        f"{transformers.__version__}. We built each one in a small form with random weights, and compared log-probs "
+        f"and gradients of a batch with the model's own logits, one text at a time. Your run repeats a part of this "
+        f"before its first step, with a short text. Whether vLLM can generate with an architecture is a different "
+        f"question. `python -m tests.models.architectures` writes this page."
     )
     lines = ["# Supported model architectures", "", *textwrap.wrap(introduction, 118, break_on_hyphens=False), ""]
     for verdict, meaning in VERDICTS.items():

@@ -1,13 +1,19 @@
 """A configuration from a script of verl, which is read and never executed."""
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 import yaml
 
 from lightning_rlhf.extras.commands import new
+from lightning_rlhf.extras.commands.run_config import parse_run_config
 from lightning_rlhf.extras.migration.shell import overrides
 from lightning_rlhf.extras.migration.verl import converted
 from lightning_rlhf.extras.schema.check import mistakes
 
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = r"""#!/usr/bin/env bash
 set -x
 touch executed   # never
@@ -70,6 +76,30 @@ def test_script_becomes_a_run(tmp_path, monkeypatch, capsys):
         "trainer.mine: 1 (the table of verl's example scripts has no such option)",
     ):
         assert line in printed
+
+
+def test_page_shows_what_its_script_becomes(tmp_path, monkeypatch, capsys):
+    """docs/from_verl.md: its YAML means what the command writes for its script, and its lines are those printed."""
+    page = (ROOT / "docs/from_verl.md").read_text()
+    script = re.search(r"^```text\n(python -m verl.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    shown = re.search(r"^```yaml\n(seed_everything.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    printed = re.search(r"^```text\n(wrote my_run.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    Path("run_qwen2-7b.sh").write_text(script)
+    Path("shown.yaml").write_text(shown)
+    assert new.run(["my_run", "--from-verl", "run_qwen2-7b.sh"]) == 0
+    assert capsys.readouterr().out.strip() == printed.strip()
+    warnings.simplefilter("ignore")  # of jsonargparse; pytest restores the filters
+    meanings = []
+    for file in ("shown.yaml", "my_run/run.yaml"):
+        config = parse_run_config(["--config", file]).as_dict()
+        loss, run = config["model"]["init_args"]["policy_loss"], config["trainer"]
+        for side in ("clip_range_low", "clip_range_high"):
+            loss["init_args"][side] = loss["init_args"][side] or loss["init_args"]["clip_range"]
+        run["callbacks"] = run["callbacks"][:1]  # RunCheckpoint with its defaults is added anyway
+        run.pop("val_check_interval")  # without validation rows
+        meanings.append({part: config[part] for part in ("seed_everything", "model", "data", "trainer")})
+    assert str(meanings[0]) == str(meanings[1])
 
 
 @pytest.mark.parametrize(

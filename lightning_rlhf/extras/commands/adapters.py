@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.adapter_files import adapter_directory, is_head, save_adapter, tensor_shapes
 from lightning_rlhf.models.classes import text_model_of
@@ -73,6 +75,8 @@ def extract(base: str, tuned: str, rank: int, to: Path) -> str:
     Raises:
         ValueError: the models differ in their shapes, or are equal.
     """
+    if find_spec("bitsandbytes") is not None:
+        the_offered("quantization").bitsandbytes()  # before peft imports it, which warns that kernels are missing
     lora = LoRA(rank, alpha=rank)
     with quiet_transformers():
         before, after = (Pretrained(path, dtype="float32").causal().lm for path in (base, tuned))

@@ -120,7 +120,7 @@ Measure the prompt before training, with `lightning-rlhf validate --config run.y
 reward, worked examples in the prompt help more than any setting.
 
 Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options. For rows
-of other columns, or of plain text, `lightning-rlhf check-data --config run.yaml` says what to set."""
+of other columns, or of plain text, `lightning-rlhf check-data --config run.yaml` says what to set.{test}"""
 _NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, but forgets carries, and
 PPO teaches it to carry. Next, your task and model: `lightning-rlhf new DIR --kind grpo --model MODEL`."""
 
@@ -353,7 +353,9 @@ def _commands(directory: Path) -> list[str]:
 def _readme(kind: str, directory: Path) -> str:
     scripts = sorted(path.name for path in directory.glob("*.py") if not path.name.startswith("test_"))
     files = "".join(f" and `{name}`" for name in scripts)
-    further = _NEXT_OF_QUICKSTART if kind == "quickstart" else _NEXT.format(files=files)
+    tests = sorted(path.name for path in directory.glob("test_*.py"))
+    test = f" The test in\n`{tests[0]}` expects today's answers: change it too." if tests else ""
+    further = _NEXT_OF_QUICKSTART if kind == "quickstart" else _NEXT.format(files=files, test=test)
     return _README.format(
         title=directory.resolve().name,
         description=KINDS[kind][0].upper() + KINDS[kind][1:],

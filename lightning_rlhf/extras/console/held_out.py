@@ -99,6 +99,12 @@ def whether_to_continue(rows: Sequence[Mapping[str, str]]) -> str:
         return ""
     if last[known[-1]] > _NEARLY_ALL:  # the sampled fraction, where it was measured
         return f"{last[known[-1]]:.3f} of the responses are correct: little is left for more steps"
+    changes = [(last.get(f"{name}_change_low"), last.get(f"{name}_change_high")) for name in known]
+    if all(low is not None and high is not None and low <= 0 <= high for low, high in changes):
+        return (
+            "no change since the start that could not be chance (its 95 % intervals contain 0): read ten responses, and "
+            "see the documentation's page 'My run does not learn'"
+        )
     if not better:
         return (
             f"not better than at step {steps[halves[-1]]} by more than a standard error: more steps may not help; the "
@@ -160,7 +166,7 @@ def left_to_learn(metrics: Mapping[str, float], most_frequent: tuple[str, float]
             f"{shares}: there is something to learn, but little from {kinds}, where few responses have a reward. "
             f"{_remedy(metrics)}"
         )
-    return f"{shares}: there is something to learn"
+    return f"{shares}: there is something to learn, if this is more than guessing"
 
 
 def _remedy(metrics: Mapping[str, float]) -> str:

@@ -126,7 +126,9 @@ def _lengths(options: TRLOptions) -> dict[str, Any]:
     """Return the options of the data for texts that are too long."""
     if options.is_online:
         if not options.is_set("max_prompt_length"):
-            options.note(f"max_tokens of the data is {_PROMPT}: TRL has no limit, a longer prompt is a bad row")
+            options.note(
+                f"max_tokens of the data is {_PROMPT}: added, because TRL has no limit; a longer prompt is a bad row"
+            )
         return {"max_tokens": int(options.carry("max_prompt_length", _PROMPT))}
     if "max_length" in options.nulls:
         options.note(f"max_length: null: a text beyond {_ANY_LENGTH} tokens, max_tokens here, is a bad row")

@@ -197,7 +197,9 @@ def test_few_responses_with_a_reward_are_reported_if_the_interval_excludes_more(
     metrics = {"val/fraction_correct_greedy": 0.141, "val/fraction_correct_sampled": 0.047}
     assert "begins slowly" in left_to_learn(metrics)
     assert "begins slowly" in left_to_learn({**metrics, "val/fraction_correct_sampled_high": 0.049})
-    assert left_to_learn({**metrics, "val/fraction_correct_sampled_high": 0.098}).endswith("something to learn")
+    assert left_to_learn({**metrics, "val/fraction_correct_sampled_high": 0.098}).endswith(
+        "something to learn, if this is more than guessing"
+    )
 
 
 def test_validation_metrics_are_shown_once():
@@ -254,7 +256,7 @@ def test_results_of_guessing_are_recognised(fraction, guesses):
     metrics = {"val/fraction_correct_greedy": 0.15, "val/fraction_correct_sampled": 0.12}
     sentence = left_to_learn(metrics, ("Monday", fraction))
     assert ("a model that always answers 'Monday' is correct for" in sentence) == guesses
-    assert guesses or sentence.endswith("there is something to learn")
+    assert guesses or sentence.endswith("there is something to learn, if this is more than guessing")
 
 
 def test_cut_responses_are_named_before_other_remedies():
@@ -456,6 +458,20 @@ def test_end_of_a_run_states_whether_more_steps_may_help():
     most = [row(0, 0.1), row(12, 0.5), row(24, 0.96, greedy=0.9)]
     assert whether_to_continue(most) == "0.960 of the responses are correct: little is left for more steps"
     assert whether_to_continue([{"step": "0", "val/loss": "1"}, {"step": "4", "val/loss": "0.5"}]) == ""
+
+
+def test_end_of_a_run_that_learned_nothing_is_not_called_better():
+    def row(step, sampled, low, high):
+        metrics = {"val/fraction_correct_sampled": sampled, "val/fraction_correct_greedy": sampled}
+        for kind in ("sampled", "greedy"):
+            name = f"val/fraction_correct_{kind}"
+            metrics |= {f"{name}_low": sampled - 0.02, f"{name}_high": sampled + 0.02}
+            metrics |= {f"{name}_change_low": low, f"{name}_change_high": high}
+        return {"step": str(step), **{name: str(value) for name, value in metrics.items()}}
+
+    dip = [row(0, 0.15, 0.0, 0.0), row(8, 0.05, -0.2, -0.01), row(24, 0.17, -0.09, 0.11)]
+    assert whether_to_continue(dip).startswith("no change since the start that could not be chance")
+    assert whether_to_continue([*dip[:2], row(24, 0.17, 0.01, 0.11)]).startswith("still better than at step 8")
     assert whether_to_continue([]) == ""
 
 

@@ -52,7 +52,7 @@ def test_sizes_of_grpo_count_prompts_over_all_devices():
     model, data, run, left = parts(GRPO, devices=4)
     assert (data["batch_size"], loop(run)["group_size"], run["devices"]) == (16, 8, 4)  # 8 * 4 * 4 responses
     assert "minibatch_size" not in model  # one update of all responses
-    assert left == ["max_tokens of the data is 512: TRL has no limit, a longer prompt is a bad row"]
+    assert left == ["max_tokens of the data is 512: added, because TRL has no limit; a longer prompt is a bad row"]
     assert model["actor"]["init_args"] == {"path": GRPO["model_name_or_path"], "lora": LORA}
     assert model["policy_loss"] == {"clip_range_low": 0.2, "clip_range_high": 0.28}
     assert model["aggregation"]["class_path"].endswith(".TokenMean")  # dapo, TRL's default

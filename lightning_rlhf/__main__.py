@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import signal
 import sys
 from importlib import import_module
 
@@ -65,15 +66,15 @@ def main() -> int:
     try:
         if not _check_files(name, arguments[1:]):
             return 2
-        if (
-            name in ("fit", "validate")
-            and not any(_shows_only(argument) for argument in arguments)
-            and launch_environment.is_first_process()
-            and not printed  # the mistakes stay the last lines
-        ):
+        trains = name in ("fit", "validate") and not any(map(_shows_only, arguments))
+        if trains and launch_environment.is_first_process() and not printed:  # the mistakes stay the last lines
             print("loading the libraries and the data", flush=True)
         launch_environment.apply()  # before libraries are imported that read environment variables
-        return int(import_module(module).run(None if module == LIGHTNING else arguments[1:]))
+        return int(import_module(module).run(None if module == LIGHTNING else arguments[1:])) or _show("")
+    except BrokenPipeError:
+        if not _show("\n"):  # another pipe
+            raise
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # before the command, which handles it itself
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130
@@ -106,6 +107,7 @@ def _show(text: str) -> int:
         print(text, end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python raises again at its end
+        return 128 + signal.SIGPIPE  # as of other commands
     return 0
 
 
@@ -122,9 +124,8 @@ def _unknown(name: str, arguments: list[str]) -> str:
         return f"the command comes first: lightning-rlhf {command} {name} ..."
     parts = [command for command in COMMANDS if name in command.split("-")] or [*filter(None, [_OTHER_NAMES.get(name)])]
     near = parts or difflib.get_close_matches(name, COMMANDS, n=1)
-    if near:
-        return f"unknown command {name!r}; did you mean {near[0]!r}?"
-    return f"unknown command {name!r}; lightning-rlhf --help lists all"
+    hint = f"did you mean {near[0]!r}?" if near else "lightning-rlhf --help lists all"
+    return f"unknown command {name!r}; {hint}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import inspect
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -59,18 +61,25 @@ def test_ctrl_c_during_imports_prints_one_line(call, monkeypatch):
     assert call("doctor") == (130, "", "lightning-rlhf: ended by Ctrl-C\n")
 
 
-def test_closed_output_pipe_is_not_an_error():
-    command = f"{sys.executable} -m lightning_rlhf --help | head -1"
-    for _ in range(3):
-        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert (done.stdout, done.stderr) == ("usage: lightning-rlhf COMMAND ...\n", "")
+@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["new", "--list"]])
+def test_reader_that_ends_before_the_last_line_gets_no_traceback(arguments):
+    command = [sys.executable, "-m", "lightning_rlhf", *arguments]
+    piped = subprocess.run(["bash", "-c", f"{shlex.join(command)} | head -1"], cwd=ROOT, capture_output=True, text=True)
+    assert (len(piped.stdout.splitlines()), piped.stderr) == (1, "")
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
-        done = subprocess.run(
-            [sys.executable, "-m", "lightning_rlhf", "--help"], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE
-        )
-    assert (done.returncode, done.stderr) == (0, b"")
+        done = subprocess.run(command, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_another_pipe_that_broke_is_an_error(call, monkeypatch):
+    def broken(arguments):
+        raise BrokenPipeError("a socket")
+
+    monkeypatch.setattr(__main__, "import_module", lambda name: SimpleNamespace(run=broken))
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        call("doctor")
 
 
 def test_overview_imports_no_heavy_libraries():

@@ -1,4 +1,4 @@
-"""The programs of docs/lightning.md and of the README run unchanged, with a small model and few steps."""
+"""The programs of the pages run: small models and few steps for docs/lightning.md and the README."""
 
 import json
 import re
@@ -64,3 +64,17 @@ def test_program_of_the_readme_runs(tiny_export, tmp_path, monkeypatch):
     runpy.run_path("program.py", run_name="__main__")
     assert len(read_metrics(Path("metrics.csv"))) == 2
     assert {"report.html", "export", "rollouts"} <= {path.name for path in Path().iterdir()}
+
+
+def test_script_of_the_page_about_rows_writes_the_rows_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    page = (ROOT / "docs/rows_and_a_reward.md").read_text()
+    Path("make_rows.py").write_text(re.search(r"```python\n(# make_rows.py\n.*?)```", page, re.DOTALL)[1])
+
+    runpy.run_path("make_rows.py")
+
+    shown = re.search(r"```jsonl\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    train, val = (Path(f"data/{name}.jsonl").read_text().splitlines() for name in ("train", "val"))
+    assert train[:2] == shown
+    assert (len(train), len(val), len({*train, *val})) == (512, 64, 576)

@@ -112,8 +112,8 @@ class RewardFunction:
             receives SIGKILL otherwise is repeated once. An ``async`` function stays in the trainer's process and is
             cancelled. Its time starts when the completion is finished and includes waiting in its own queue, so for
             rewards from a server you set ``timeout_s`` of each request in their ``endpoint`` instead. None: no limit.
-        on_error: action at a failure. ``raise`` ends the run, ``skip`` leaves the response out of learning and of all means
-            (with ``weight: 0``, only this reward), ``zero`` sets the reward to 0.
+        on_error: action at a failure. ``raise`` ends the run, ``skip`` leaves the response out of learning and of all
+            means (with ``weight: 0``, only this reward), ``zero`` sets the reward to 0.
         max_error_rate: largest fraction of a rollout's completions, in [0, 1], that may fail without ending the run.
         dry_call: whether to call the function on two made-up completions before the run.
     """

@@ -102,8 +102,8 @@ def whether_to_continue(rows: Sequence[Mapping[str, str]]) -> str:
     changes = [(last.get(f"{name}_change_low"), last.get(f"{name}_change_high")) for name in known]
     if all(low is not None and high is not None and low <= 0 <= high for low, high in changes):
         return (
-            "no change since the start that could not be chance (its 95 % intervals contain 0): read ten responses, and "
-            "see the documentation's page 'My run does not learn'"
+            "no change since the start that could not be chance (its 95 % intervals contain 0): read ten responses, "
+            "and see the documentation's page 'My run does not learn'"
         )
     if not better:
         return (

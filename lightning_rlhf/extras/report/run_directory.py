@@ -73,7 +73,7 @@ class RunDirectory:
             runs = f"; runs below it: {', '.join(below[:8])}" if below else ""
             raise UsageError(
                 f"{self.path} has no metrics.csv, which a run writes when training begins: expected the "
-                f"default_root_dir of a run{runs}"
+                f"default_root_dir of a run, or for inspect a folder that has such runs{runs}"
             )
 
     def _has(self, path: Path) -> bool:

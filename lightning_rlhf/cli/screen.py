@@ -82,8 +82,8 @@ def _reason(trainer: Any) -> str:
     if 0 < trainer.max_steps <= trainer.global_step:
         return f"max_steps is {trainer.max_steps}"
     for callback in trainer.callbacks:
-        if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
-            return f"{type(callback).__name__} stopped it: {callback.monitor} did not improve"
+        if isinstance(callback, EarlyStopping) and (message := callback.stopping_reason_message):
+            return f"{type(callback).__name__} stopped it: {message.partition('. ')[0]}"
         if isinstance(callback, Timer) and (remaining := callback.time_remaining()) is not None and remaining <= 0:
             return "max_time was reached"
     if trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch:

@@ -41,8 +41,19 @@ def test_early_stop_is_reported_by_lightning_and_in_the_last_line(fit, config):
     config["trainer"] |= {"max_steps": 50, "limit_train_batches": 1}
     result = fit(config)
     assert "Monitored metric reward/mean did not improve in the last 1 records" in result.out
-    message = "ended after step 2: EarlyStopping stopped it: reward/mean did not improve; results are in runs/tiny"
-    assert result.out.splitlines()[-1] == message
+    assert result.out.splitlines()[-1] == (
+        "ended after step 2: EarlyStopping stopped it: Monitored metric reward/mean did not improve in the last 1 "
+        "records; results are in runs/tiny"
+    )
+
+
+def test_stop_in_the_first_epoch_is_named_with_its_reason(fit, config):
+    threshold = {"monitor": "reward/mean", "mode": "max", "stopping_threshold": -1.0, "check_on_train_epoch_end": True}
+    config["trainer"]["callbacks"].append({"class_path": "EarlyStopping", "init_args": threshold})
+    config["trainer"] |= {"max_steps": 50, "limit_train_batches": 1}
+    last = fit(config).out.splitlines()[-1]
+    assert last.startswith("ended after step 1: EarlyStopping stopped it: Stopping threshold reached: reward/mean = ")
+    assert last.endswith(" > -1.0; results are in runs/tiny")
 
 
 @pytest.mark.quick_cases(1)

@@ -106,9 +106,7 @@ def test_quantized_run_resumes_to_the_bit(copies, tmp_path, kind):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["rlhf_fsdp", "rlhf_deepspeed_stage_3"])
 def test_strategies_that_shard_weights_reject_quantized_ones(copies, tmp_path, strategy):
-    with pytest.raises(
-        RuntimeError, match=r"shards weights, but it cannot shard weights in nf4, as the actor"
-    ):
+    with pytest.raises(RuntimeError, match=r"shards weights, but it cannot shard weights in nf4, as the actor"):
         run_ranks("tests.distributed.tasks:train", 1, [quantized(copies[0], strategy, tmp_path)])
 
 

@@ -74,6 +74,8 @@ def main() -> int:
     except BrokenPipeError:
         if not _show("\n"):  # another pipe
             raise
+        if module == LIGHTNING:
+            print("lightning-rlhf: the program that read the output has ended, and so the run ends", file=sys.stderr)
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # before the command, which handles it itself
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
@@ -107,7 +109,7 @@ def _show(text: str) -> int:
         print(text, end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python raises again at its end
-        return 128 + signal.SIGPIPE  # as of other commands
+        return 128 + signal.SIGPIPE  # what a shell reports where the signal ends a program
     return 0
 
 

@@ -56,10 +56,8 @@ def our_name(strategy: str, processes: int) -> str:
     name = strategy.lower()
     if name == "auto":
         return "rlhf_ddp" if processes > 1 else "rlhf_single"
-    if name in ("single_device", "fsdp", "ddp"):
-        return f"rlhf_{name.removesuffix('_device')}"
-    if name in ("ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true"):
-        return "rlhf_ddp"
+    if name in ("single_device", "fsdp", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true"):
+        return f"rlhf_{name.partition('_')[0]}"
     if name == "fsdp_cpu_offload":
         return "rlhf_fsdp_offload"
     if name == "deepspeed":

@@ -73,6 +73,20 @@ def test_reader_that_ends_before_the_last_line_gets_no_traceback(arguments):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+def test_run_whose_output_has_no_reader_says_why_it_ends(call, monkeypatch):
+    def broken(arguments):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(__main__, "import_module", lambda name: SimpleNamespace(run=broken))
+    monkeypatch.setattr(__main__, "_check_files", lambda name, arguments: True)
+    monkeypatch.setattr(__main__, "_show", lambda text: 141)
+    code, _, err = call("fit", "--config", "x.yaml")
+    assert (code, err) == (
+        141,
+        "lightning-rlhf: the program that read the output has ended, and so the run ends\n",
+    )
+
+
 def test_another_pipe_that_broke_is_an_error(call, monkeypatch):
     def broken(arguments):
         raise BrokenPipeError("a socket")

@@ -126,8 +126,7 @@ def _unknown(name: str, arguments: list[str]) -> str:
         return f"the command comes first: lightning-rlhf {command} {name} ..."
     parts = [command for command in COMMANDS if name in command.split("-")] or [*filter(None, [_OTHER_NAMES.get(name)])]
     near = parts or difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "lightning-rlhf --help lists all"
-    return f"unknown command {name!r}; {hint}"
+    return f"unknown command {name!r}; {f'did you mean {near[0]!r}?' if near else 'lightning-rlhf --help lists all'}"
 
 
 if __name__ == "__main__":

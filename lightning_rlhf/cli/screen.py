@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlhf.expected_errors import for_terminal
@@ -82,7 +82,9 @@ def _reason(trainer: Any) -> str:
     if 0 < trainer.max_steps <= trainer.global_step:
         return f"max_steps is {trainer.max_steps}"
     for callback in trainer.callbacks:
-        if isinstance(callback, EarlyStopping) and (message := callback.stopping_reason_message):
+        # Where the run did not stop, the message is an earlier run's, from the checkpoint.
+        message = trainer.should_stop and getattr(callback, "stopping_reason_message", None)
+        if message:
             return f"{type(callback).__name__} stopped it: {message.partition('. ')[0]}"
         if isinstance(callback, Timer) and (remaining := callback.time_remaining()) is not None and remaining <= 0:
             return "max_time was reached"

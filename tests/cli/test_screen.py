@@ -3,11 +3,13 @@
 import logging
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from lightning.pytorch.callbacks import EarlyStopping
 
-from lightning_rlhf.cli.screen import RoutineFilter, configure_messages
+from lightning_rlhf.cli.screen import RoutineFilter, configure_messages, last_line
 
 LIGHTNING = "lightning.pytorch.callbacks"
 
@@ -70,6 +72,16 @@ def test_stop_in_the_first_epoch_is_named_with_its_reason(fit, config):
 def test_last_line_gives_the_reason_of_the_end(fit, config, settings, message):
     config["trainer"] |= settings
     assert fit(config).out.splitlines()[-1] == message
+
+
+def test_stop_of_the_run_before_is_not_that_of_the_resumed_one():
+    stopped = EarlyStopping("reward/mean")
+    stopped.load_state_dict({**stopped.state_dict(), "stopping_reason_message": "no improvement"})
+    run = SimpleNamespace(
+        global_step=8, max_steps=-1, max_epochs=4, current_epoch=4, callbacks=[stopped], should_stop=False,
+        default_root_dir="runs/x",
+    )  # fmt: skip
+    assert last_line(run) == "ended after step 8: max_epochs is 4; results are in runs/x"
 
 
 def test_warnings_are_never_filtered():

@@ -5,6 +5,27 @@
 Run it in the repository. Each point runs in a separate process and prints one line of JSON; a point that fails or
 takes too long does not end the others. vLLM is not needed. ``--device cpu`` runs the same code in a small form on a
 machine without a GPU: that shows that the points run, and measures nothing.
+
+docs/tested.md describes what each point measures. This is what the results decide:
+
+- 1 ``machine`` or 2 ``building`` fails: the installation is wrong. Mend it before you run the others.
+- 13 ``attention`` fails: packed rows are wrong on a GPU. Train with ``packing: false`` until we know why.
+- 3 ``steps`` or 5 ``two_updates`` fails: if only in ``bf16-mixed``, packed rows or autocast are wrong. In ``32-true``
+  as well, a tensor is on the wrong device.
+- 15 ``head``: the size of the head's chunks, which is a guess now.
+- 17 ``layers`` and 8 ``speed``: if the fraction of the peak is below 20 %, points 14 and 15 and the time the CPU waits
+  show which part is slow.
+- 7 ``memory``: its difference from ``plan`` is what ``plan`` adds for the CUDA context and NCCL.
+- 16 ``ipc``: whether ``push_within_gpu`` can become the default.
+- 9 ``push``: whether pushes reach the speed of the bus.
+- 10 ``start_order``: whether the engine may start while the trainer begins, and whether the limit of the trainer's
+  memory holds.
+- 18 ``loops``: whether the loop over a response's tokens is fast enough in Python.
+- 4 ``engine_gap``: the bounds of the check of engine and actor.
+- 6 ``strategies``, 11 ``resume``, 12 ``quickstart``: whether strategies, resuming and whole runs are as on a CPU.
+- 19 ``activation_offload``: whether it saves memory without changing gradients.
+- ``first_gpu_run`` and ``doctor --try``: whether vLLM works. If engine and actor differ by more than 0.1 nats in
+  bfloat16, the bounds of their check.
 """
 
 from __future__ import annotations

@@ -1,7 +1,25 @@
 """List the packages that a machine without network lacks for this project without extras.
 
-    python -m pip list --format=freeze > installed.txt         on the machine
-    python -m benchmarks.packages_to_carry installed.txt       here, in the environment of make install
+On the machine:
+
+    python -m pip list --format=freeze > installed.txt
+
+Where there is a network, in a repository after ``make install``, with the machine's version of Python:
+
+    .venv/bin/python -m benchmarks.packages_to_carry installed.txt --python 3.12 > carried.txt
+    python -m pip download --no-deps --dest wheels --python-version 3.12 --only-binary=:all: -r carried.txt
+
+On the machine, in a copy of the repository with ``wheels`` and ``carried.txt``:
+
+    python -m pip install --no-index --no-deps --find-links wheels --target packages -r carried.txt
+    export PYTHONPATH=$PWD/packages
+    python -m benchmarks.gpu_acceptance --seconds 570 --points 1 2 13 3 5
+    python -m benchmarks.gpu_acceptance --seconds 570 --points 15 17 7 8 14 16
+    python -m benchmarks.gpu_acceptance --seconds 570 --points 4 6 9 10 18 19
+    python -m benchmarks.gpu_acceptance --seconds 570 --points 11 12
+
+Some machines limit how long a command may run. So each of the last four ends within ten minutes, and lists the points
+that it had no time for.
 
 The versions are those installed here. torch must be on the machine, because its packages are too large to carry.
 """

@@ -58,6 +58,9 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     each epoch. If all your checkpoints save the best by a metric, a RunCheckpoint for the last one is added. With an
     average of weights, AverageStart becomes a default too. Extras offer more defaults, such as MetricsCSV.
 
+    MetricsCSV, HealthChecks, ReportPage, RunCheckpoint, StepProgressBar and GracefulShutdown also work with any other
+    ``LightningModule``. Callbacks that need rollouts or roles end with an error that says so.
+
     Args:
         callbacks: callbacks of the Trainer.
     """

@@ -24,9 +24,19 @@ log = logging.getLogger(__name__)
 class HealthChecks(Callback):
     """Warns once for each health check that fails, with the number, its bound and what you can do next.
 
-    You find the checks in :mod:`lightning_rlhf.callbacks.records.health_monitor`. A resumed run reads ``metrics.csv``,
-    if there is one, and does not repeat its warnings. The report reads the file ``health_settings.json``. It contains
-    the names of the checked rewards, the names of the checks that do not apply, and ``health_bounds`` of the callbacks.
+    docs/health.md lists the checks, and :mod:`lightning_rlhf.callbacks.records.health_monitor` contains them. Some have
+    further conditions. Equal groups fail only while the reward has not risen, or while its mean is below nine tenths of
+    the largest. A lost reward is more than two standard errors below an earlier step's. With a reward model alone, the
+    KL to the reference also fails above 0.3 nats per token while the reward has risen. The entropy fails only if the
+    reward has not clearly risen since the start either, and shorter responses only while it has not risen. The critic
+    fails only while rewards vary at least half as much as at the start. Over-optimisation fails only if the best
+    validation is above the last one's 95 % interval. Clipping is not checked for losses with ratios of whole responses,
+    and engine and actor not with ``max_staleness``. Responses that were cut in the first step already do not count as a
+    consequence of another failure. A gradient spike is never reported as recovered.
+
+    A resumed run reads ``metrics.csv``, if there is one, and does not repeat its warnings. The report reads the file
+    ``health_settings.json``. It contains the names of the checked rewards, the names of the checks that do not apply,
+    and ``health_bounds`` of the callbacks.
     """
 
     def __init__(self) -> None:

@@ -46,7 +46,11 @@ class RunCheckpoint(ModelCheckpoint):
     A version of a checkpoint becomes the current one only when it is complete and synced to disk. If a save is
     interrupted, the next run or save removes its files. Tied weights are written once. If a strategy computes in
     bfloat16 and keeps float32 weights in the optimizer, you get the float32 weights. DeepSpeed's Adam can resume from
-    AdamW's state.
+    AdamW's state. Its state on NVMe (``offload_optimizer.device: nvme``) cannot be saved, so the run ends with an
+    error. A run with Lightning's ``WeightAveraging`` cannot be resumed under a role strategy.
+
+    Nothing is pickled. Each file's size and SHA-256 are checked before it is loaded. Weights that are not finite are
+    never written: the run ends and names the tensor.
 
     Args:
         every_n_steps: steps between two saves of the last checkpoint, at least 1.
@@ -59,7 +63,8 @@ class RunCheckpoint(ModelCheckpoint):
         keep_last: versions of the last checkpoint to keep, at least 1. You resume from an earlier one with its path,
             ``checkpoints/last.ckpt/v000006``.
         copy_to: URL of a folder that fsspec can write, such as ``s3://bucket/run``. Each finished checkpoint is copied
-            there. ``--ckpt_path last`` uses the copy if the run directory has no checkpoint. None makes no copy.
+            there. ``--ckpt_path last`` uses the copy if the run directory has no checkpoint. None makes no copy. If
+            a copy fails, you get a warning. If the copy of the last checkpoint fails, the run ends with an error.
         background: whether to copy trained roles and optimizers to host memory and write them while training continues.
             With False, training waits while they are written without a copy, as after a signal that ends the run.
     """

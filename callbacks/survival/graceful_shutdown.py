@@ -34,8 +34,9 @@ class GracefulShutdown(Callback):
 
     If you run a single process, a signal during generation, scoring or validation ends it immediately, with a
     checkpoint of the last finished step. During an update, and with several ranks, the run first finishes the step, so
-    that all ranks end after the same one. The exit code is 143 after SIGTERM and 130 after Ctrl-C. Send a second
-    signal, at least one second later, to end the process immediately.
+    that all ranks end after the same one. The exit code is 143 after SIGTERM, 130 after Ctrl-C, and 138 after SIGUSR1
+    in a SLURM job. Send a second signal, at least one second later, to end the process immediately. The end of a SLURM
+    job is read from ``SLURM_JOB_END_TIME``.
 
     Kubernetes sends SIGTERM 30 seconds before SIGKILL. SLURM does so 30 seconds before the end of a preempted job
     (``KillWait``). If your process still runs at the end of the grace period, because a step or an engine takes longer,

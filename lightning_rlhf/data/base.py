@@ -85,6 +85,16 @@ class _FirstImage(Exception):
 class RowsDataModule(LightningDataModule):
     """Reads your rows, tokenizes them once, and serves batches in an order and position that a checkpoint restores.
 
+    Thoughts in messages are read from ``reasoning_content``, ``reasoning``, ``reasoning_details``, ``thinking``,
+    ``thought``, ``thoughts`` or parts of the content, and renamed to the key that your template reads. A tool call in a
+    message of its own is merged into the assistant's message before it. In a CSV file, messages need the notation of
+    ``json.dumps``. You get an error for Python's, with single quotes, which pandas writes.
+
+    To find texts that a chat template leaves out, each conversation is rendered a second time with a marker word in
+    place of each text. If a marker is missing from the result, the row is a bad row. You also get an error if nothing
+    reads a column such as ``system``, ``history``, ``videos`` or ``audios``. A reward function or an environment may
+    read it.
+
     Args:
         train: training data. You can give a JSON lines, JSON, CSV or parquet file, a directory or pattern of those, a
             URL, a hub id, a row source, or a list of any of these. What looks like a path (it begins with ``.``, ``/``,
@@ -106,7 +116,8 @@ class RowsDataModule(LightningDataModule):
         too_long: what happens to longer rows. ``bad_row`` counts them as bad rows, and ``drop`` skips and counts them.
             ``cut_start``, ``cut_end`` and ``cut_middle`` remove tokens and count the rows as cut. A cut that leaves no
             token of an answer makes a bad row.
-        on_bad_row: ``error`` stops and reports the first bad rows, ``skip`` skips and counts them.
+        on_bad_row: ``error`` stops and reports the first bad rows, ``skip`` skips and counts them. A broken line of
+            JSON lines or an unclosed CSV quote is one bad row. A broken JSON array ends the run.
         bad_rows: file for all unused rows, with location and reason, as JSON lines.
         shuffle: False keeps the order of the data.
         sampler: sets the order of each epoch, and overrides ``shuffle``.

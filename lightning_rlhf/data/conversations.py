@@ -21,9 +21,16 @@ class ConversationDataModule(AnswersDataModule):
     If your chat template contains ``{% generation %}`` marks, transformers builds the mask from them, and it ends with
     a turn's end token. With other templates, the conversation is rendered up to each turn and before it, and the
     difference is the turn's text. The text after the last answer is removed. If the template writes no end token there,
-    one is added. Some templates render a turn differently when more messages follow. Each turn then becomes a text of
-    its own, of at most ``max_tokens``. Their common beginning is computed once if texts are packed. For the arguments,
-    see :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    one is added.
+
+    Some templates render a turn differently when more messages follow. Each turn then becomes a text of its own, of at
+    most ``max_tokens``, with the prompt that the engine would get at that point. Their common beginning is computed
+    once if texts are packed. If a template writes ``<think>`` into the prompt and removes thoughts from answers, put
+    the thoughts into the content yourself: ``<think>hm</think>so``.
+
+    If rows contain both ``prompt`` and ``text``, say what ``text`` is: ``columns: {completion: text}`` if it is the
+    answer, ``columns: {text: text}`` if it is the whole text. For the arguments, see
+    :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     batch_type = SequenceBatch

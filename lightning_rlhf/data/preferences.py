@@ -22,9 +22,10 @@ class PreferenceDataModule(AnswersDataModule):
 
     Use it for DPO and reward models. Each column is text or messages. The messages at the start that both conversations
     share are the prompt. If you give a ``prompt`` of messages and both conversations already begin with it, it is not
-    added again. An optional number in ``margin`` is the difference in quality between the answers.
-    ``too_long: cut_end`` cuts the end of each text. The other cuts shorten the shared prompt. For the arguments, see
-    :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    added again. Without a column ``prompt`` you get an error if another one, such as ``question``, looks like the
+    prompt. An optional number in ``margin`` is the difference in quality between the answers. A pair whose two answers
+    have the same tokens is a bad row. ``too_long: cut_end`` cuts the end of each text. The other cuts shorten the
+    shared prompt. For the arguments, see :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     batch_type = PreferenceBatch

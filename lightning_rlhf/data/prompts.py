@@ -34,8 +34,11 @@ class PromptDataModule(RowsDataModule):
     ``ground_truth``, ``data_source`` or ``extra_info``, and the images of a prompt as ``images``.
 
     You can also use preference data without a prompt column. The prompt is then the part of the ``chosen`` text up to
-    ``split_after``, or the messages that ``chosen`` and ``rejected`` share. ``max_tokens`` limits the prompt. For the
-    arguments, see :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    ``split_after``, or the messages that ``chosen`` and ``rejected`` share. ``max_tokens`` limits the prompt.
+
+    If the chat template's own system message is longer than the user's last message, an empty one in your rows,
+    ``{"role": "system", "content": ""}``, saves more than half of the tokens. For the arguments, see
+    :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     batch_type = PromptBatch

@@ -36,6 +36,10 @@ class LoRA:
     See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, sec. 4.1. W is frozen. A (rank by inputs)
     is drawn from the run's seed, and B (outputs by rank) starts at zero, so your model initially equals its source.
 
+    The reference of a run is the actor with its adapters switched off. If the actor starts from an ``adapter`` of its
+    source, a ``ref`` with the same source keeps a frozen copy of that adapter, and a ``ref`` with the path alone is the
+    base.
+
     Adapters of bfloat16 weights are float32. Under DeepSpeed they are bfloat16 with float32 master weights. You cannot
     train embeddings or heads beside them (``modules_to_save`` of peft), because the reference would be another model,
     and vLLM's adapters contain no such weights.

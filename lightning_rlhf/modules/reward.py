@@ -20,7 +20,8 @@ from lightning_rlhf.types import PreferenceBatch
 class RewardModule(PairModule):
     """Trains a reward model: a scalar model that scores the preferred text of each pair higher.
 
-    ``val/pair_calibration_error`` tells you how far sigmoid(score difference) is from a probability. It refers to the
+    ``val/pair_calibration_error`` tells you how far sigmoid(score difference) is from a probability. If the sigmoid
+    is 0.8 for many pairs, for example, 80 % of these pairs should be ordered correctly. The error refers to the
     unscaled scores, because a :class:`~lightning_rlhf.callbacks.PolicyCheck` scales them only at the end.
 
     Args:

@@ -100,9 +100,11 @@ class RLHFModule(RoleModule):
         micro_batch_tokens: most tokens in one forward pass. Lower it if the GPU runs out of memory. None chooses by the
             memory of the device: 2,048 on a CPU, 4,096 on a GPU of 24 GiB, 16,384 from 70 GiB on.
         packing: whether the texts of a forward pass form one row without padding, with the prompt of several responses
-            only once.
+            only once. This changes results by rounding only. If our tests have not compared the architecture with
+            padding, the run does so at its start, and uses padding if the results differ.
         keep_groups: whether all responses to a prompt stay in the same mini-batch, so that updates, too, read the
-            prompt only once.
+            prompt only once. Without it, mini-batches are drawn from all responses, and two responses to the same
+            prompt are rarely in the same row. With it, each update sees fewer different prompts.
         max_grad_norm: each role's gradient is clipped to this global norm. None does not clip.
         target_kl: bound of KL(old || new), in nats per token, as the mean over a mini-batch and all ranks. The first
             mini-batch that exceeds it ends the step's updates. You see how many were made in ``policy/updates``. None

@@ -24,7 +24,8 @@ class RunSchedule(LambdaLR):
     """One of transformers' schedules, stretched over the run: linear warm-up from zero, then the decay you choose.
 
     The module passes the length of the run to the schedule, so your configuration needs no numbers of steps. The
-    formulas are the ones of ``transformers.get_scheduler``.
+    formulas are the ones of ``transformers.get_scheduler``. Torch's schedulers work too, but you give them numbers of
+    steps.
 
     Args:
         optimizer: its learning rates are multiplied by the schedule's factor.

@@ -82,7 +82,9 @@ class AdvantageInputs:
 class AdvantageEstimator(ABC):
     """Estimates advantages, usually from rewards.
 
-    To write your own, subclass this as a frozen dataclass and declare the inputs that you need by class attributes.
+    To write your own, subclass this as a frozen dataclass and declare the inputs that you need by class attributes:
+    ``needs_critic``, ``needs_groups``, ``needs_greedy``, ``needs_sum_pi_squared``, ``needs_ref``. If it needs the rows
+    of other processes, such as a mean over the whole batch, ``ranks.sum(tensor)`` adds over them.
     """
 
     needs_critic: ClassVar[bool] = False
@@ -181,7 +183,7 @@ class PolicyLoss(ABC):
         """Compute loss and diagnostics of each token. This is the method that you write in a subclass.
 
         Returns:
-            loss: (B, T).
+            loss: (B, T); values outside the mask don't count.
             diagnostics: names to (B, T) float without gradient, averaged over tokens as ``policy/<name>``.
         """
 

@@ -53,11 +53,13 @@ class RolloutCorrection:
             (other levels), on all ranks.
         rejections: rules that reject tokens. A token is accepted if all rules accept it.
         bypass: whether the rollout's log-probabilities replace the actor's before the first update. This saves an
-            evaluation of the actor. The ratio of a clipped policy loss is then train / rollout already and needs no
-            weights (``level`` None). A plain policy gradient uses no ratio, so it needs them. Weights and rejections
-            depend on the current actor: call :meth:`of_rows` with its log-probabilities for each micro-batch. A token
-            rejected there still counts in the denominator, which was fixed before, and in the entropy bonus and the KL
-            loss. An update in which all tokens are rejected is left out, unless bonus or KL loss give a gradient.
+            evaluation of the actor. Clipping then also reacts to the numerical gap between engine and trainer, and
+            ``rollout_corr/kl_k3`` mixes this gap with the change by your updates. The ratio of a
+            clipped policy loss is then train / rollout already and needs no weights (``level`` None). A plain policy
+            gradient uses no ratio, so it needs them. Weights and rejections depend on the current actor: call
+            :meth:`of_rows` with its log-probabilities for each micro-batch. A token rejected there still counts in the
+            denominator, which was fixed before, and in the entropy bonus and the KL loss. An update in which all tokens
+            are rejected is left out, unless bonus or KL loss give a gradient.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = None

@@ -80,6 +80,8 @@ class RewardFunction:
     """Scores completions with a function of yours, with its weight and error handling (see docs/rewards.md).
 
     A call fails if it raises an exception, returns a value that is not a reward, or takes longer than ``timeout_s``.
+    You may also return a result in OpenRLHF's form, ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``. If you
+    return a tuple for a completion, only its first number is used.
 
     If your function has a parameter ``images``, it receives the images of each prompt, a list of
     :class:`~lightning_rlhf.encoded_image.EncodedImage`, or None for a prompt without images. Prompts as text contain
@@ -90,9 +92,9 @@ class RewardFunction:
     server or much memory. ``close()`` releases resources when the run ends, even after an error. Each call gets its own
     copy of ``arguments``, so keep a state, such as answers that were seen, in an object of a class.
 
-    All rewards are computed before the forward passes for modules that override ``receive``, ``pop_rollout``,
-    ``evaluate`` or ``training_step``. A function in the trainer's thread runs before them because it may use signals,
-    as some parsers do for time limits.
+    All rewards are computed before the forward passes with dynamic sampling, online DPO and REBEL, and for modules that
+    override ``receive``, ``pop_rollout``, ``evaluate`` or ``training_step``. A function in the trainer's thread runs
+    before them because it may use signals, as some parsers do for time limits.
 
     Args:
         function: callable, or its reference ``file.py:name`` or ``module:name``. In YAML also a dotted path or
@@ -115,7 +117,8 @@ class RewardFunction:
         on_error: action at a failure. ``raise`` ends the run, ``skip`` leaves the response out of learning and of all
             means (with ``weight: 0``, only this reward), ``zero`` sets the reward to 0.
         max_error_rate: largest fraction of a rollout's completions, in [0, 1], that may fail without ending the run.
-        dry_call: whether to call the function on two made-up completions before the run.
+        dry_call: whether to call the function on two made-up completions before the run. The first repeats a prompt,
+            the second is empty.
     """
 
     function: str | Callable[..., Any]  # str first: otherwise the configuration cannot be saved

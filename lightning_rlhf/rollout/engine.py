@@ -126,8 +126,8 @@ class RolloutEngine(ABC):
     :meth:`request`. The functions of :mod:`lightning_rlhf.rollout.generation` call it.
 
     On a CPU the same weights, prompts, sampling parameters and seeds give you the same completions, independent of the
-    order of the requests and of earlier requests. On a GPU, kernels round differently for different batch sizes, so
-    completions may differ, but their distribution is the same.
+    order of the requests and of earlier requests. On a GPU, and on a CPU with AVX-512, kernels round differently for
+    different batch sizes, so completions may differ, but their distribution is the same.
     """
 
     serves_several_ranks = False  # whether an engine of this class can be shared by ranks by itself

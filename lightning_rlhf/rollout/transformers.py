@@ -34,6 +34,10 @@ from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 class TransformersEngine(RolloutEngine):
     """Generates with transformers, from a second copy of the actor in the trainer's process.
 
+    You get the greedy responses of vLLM, and other samples from the same distribution. The engine cannot generate
+    during training, so ``max_staleness`` saves no time, although responses come from older weights. The run then warns
+    you.
+
     Args:
         batch_size: prompts generated together, at least 1.
     """

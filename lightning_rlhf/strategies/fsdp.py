@@ -46,7 +46,9 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             of processes and of the heads of every model.
         sequence_parallel_size: number of processes that divide the tokens of each row, for long texts. Its product with
             ``tensor_parallel_size`` divides the number of processes and the heads of every model; keys are repeated
-            where they have fewer heads. Weights are sharded over these processes too.
+            where they have fewer heads. Weights are sharded over these processes too. In attention they exchange tokens
+            for heads (Ulysses). Rotary positions of the types ``dynamic`` and ``longrope`` are rejected before the
+            first step, because they depend on the length of a text.
         shard_size: number of data ranks over which weights are sharded; further data ranks hold replicas, and their
             gradients are summed. Larger values need less memory, smaller ones less traffic between nodes. None is one
             node's data ranks in a run on several nodes, else all. A checkpoint is read under any other value.

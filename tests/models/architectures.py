@@ -208,12 +208,11 @@ def names() -> list[str]:
 def page(results: list[Result]) -> str:
     """Return the text of the page."""
     introduction = (
-        f"Does your model work here, and are its texts packed without padding? Find the `model_type` of its "
-        f"`config.json` in one of these lists. They contain all {len(results)} causal architectures of transformers "
-        f"{transformers.__version__}. We built each one in a small form with random weights, and compared log-probs "
-        f"and gradients of a batch with the model's own logits, one text at a time. Your run repeats a part of this "
-        f"before its first step, with a short text. Whether vLLM can generate with an architecture is a different "
-        f"question. `python -m tests.models.architectures` writes this page."
+        f"Does your model work here? Find the `model_type` of its `config.json` in these lists of all {len(results)} "
+        f"causal architectures of transformers {transformers.__version__}. We built each one in a small form with "
+        f"random weights, and compared log-probs and gradients with the model's own logits. Your run repeats a part "
+        f"of this before its first step. Whether vLLM can generate with an architecture is a different question. "
+        f"`python -m tests.models.architectures` writes this page."
     )
     lines = ["# Supported model architectures", "", *textwrap.wrap(introduction, 118, break_on_hyphens=False), ""]
     for verdict, meaning in VERDICTS.items():

@@ -348,6 +348,10 @@ class DistillationModule(TeacherModule):
     Use it if you already have a model that does the task. Rewards are only measured. See "On-Policy Distillation of
     Language Models: Learning from Self-Generated Mistakes", Agarwal et al. 2023.
 
+    The run ends with a sentence if the tokenizers differ (except for padding tokens at the end of a vocabulary), if a
+    source has no teacher, or if the teacher's prompt is too long with a response. FSDP gathers a copy of the teacher's
+    head on every rank in each step.
+
     Args:
         actor: student to train: directory, hub id or ``FromConfig``.
         teacher: frozen teacher with the same tokenizer. With ``actor``, the student before the updates of a step is the

@@ -32,13 +32,14 @@ _MODES = ("raw_logprobs", "processed_logprobs")  # of vLLM's option --logprobs-m
 class TeacherServer(RemoteTeacher):
     """A teacher on one or more vLLM servers with the same model.
 
-    Start each server with ``vllm serve MODEL --max-logprobs K``, where K is at least ``top_k`` of the divergence. Leave
-    out ``--logprobs-mode``, or choose one that returns log-probabilities. The servers return log-probabilities at
-    temperature 1, so set ``temperature`` of RolloutLoop to 1.
+    Start each server with ``vllm serve MODEL --max-logprobs K``, where K is at least ``top_k`` of the divergence. The
+    CPU build has no command ``vllm``. Use ``python -m vllm.entrypoints.openai.api_server --model MODEL`` with the same
+    options there. Leave out ``--logprobs-mode``, or choose one that returns log-probabilities. The servers return
+    log-probabilities at temperature 1, so set ``temperature`` of RolloutLoop to 1.
 
     A text goes to the server with the fewest unfinished texts, and responses to one prompt go to the same server. After
     a connection error or a timeout it is sent again, so you can restart a server while the run waits or uses the
-    others.
+    others. If a server stays away for longer, the run ends and names its address.
 
     Replies are validated: the tokens must differ, one of them must be the text's own, and their probabilities must sum
     to at most 1. Before the models are loaded, the servers must answer and give 64 tokens the same texts as the run's

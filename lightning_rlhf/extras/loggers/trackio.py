@@ -17,6 +17,8 @@ from lightning_rlhf.expected_errors import MissingPackageError
 class TrackioLogger(Logger):
     """Logger of trackio, which stores runs in a local database (in ``TRACKIO_DIR``); ``trackio show`` opens its page.
 
+    It does not send runs to a Hugging Face Space.
+
     Args:
         project: name of the project.
         run_id: name of the run; None makes one. A run with the name of an earlier one continues it.

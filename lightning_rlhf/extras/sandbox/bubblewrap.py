@@ -104,6 +104,18 @@ class BubblewrapSandbox:
       io_uring, asynchronous reads, perf, memory files, System V memory, inotify, modules and clocks. Calls of another
       architecture kill the process.
 
+    It can see the machine's libraries, its kernel's version and how much time passes. With the default limits it may
+    use up to 8 processors. Before a model loads, a test program reports its limits, and whether it can write, open a
+    socket or see ``/proc``.
+
+    Control groups are optional. Without them, limits of memory are per process, and empty files in ``/tmp`` use kernel
+    memory until the program's time ends. All other protection is the same. With them, the kernel kills only the
+    processes of the program that needs too much. You need version 2 (``/sys/fs/cgroup`` of type cgroup2) and a folder,
+    the trainer's own group or a parent, that its user can write to, with ``memory`` and ``pids`` in
+    ``cgroup.subtree_control``. With systemd, start the trainer by ``systemd-run --user --scope`` and check with
+    ``lightning-rlhf doctor``. In a container, its operator has to delegate one. The programs' groups are siblings of
+    the trainer's, so only a parent unit's ``MemoryMax`` applies to them.
+
     Args:
         python: interpreter of the programs, without site-packages. None uses the base interpreter of the trainer's
             environment if the programs' user can read it, else /usr/bin/python3.

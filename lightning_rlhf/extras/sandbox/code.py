@@ -24,7 +24,8 @@ _CACHED_SCORES = 1024
 class CodeExecution:
     """Runs each program against tests as soon as its completion is finished, and rewards the tests that pass.
 
-    Identical programs with the same tests, common in groups of responses, run once.
+    Identical programs with the same tests, common in groups of responses, run once. The tests of a program run one
+    after another.
 
     You give the tests in the column ``tests``, or in ``ground_truth`` if your data contain no such column:
 
@@ -32,6 +33,12 @@ class CodeExecution:
     - ``[{"name": "add", "args": [2, 3], "expected": 5}]``: a function of the program is called,
     - ``{"inputs": [...], "outputs": [...], "fn_name": null}``: either kind, in the format of APPS, TACO and
       CodeContests. Results that APPS wraps into a list are correct with and without it.
+
+    Values are compared as JSON: a tuple is a list, True is not 1, NaN equals no value.
+
+    Against forged results, expected ones never enter the sandbox, each test runs in its own process, and a driver
+    returns the result of a function as one line of JSON with a random nonce. Any other output on its pipe is a failure.
+    So is any exit code but 0, and an exit code of 0 alone is not enough.
 
     Args:
         sandbox: sandbox that runs the programs. None uses bubblewrap. The constructor tests it and raises an error if

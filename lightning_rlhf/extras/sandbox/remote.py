@@ -29,8 +29,8 @@ class _TemporaryError(RuntimeError):
 class RemoteSandbox:
     """Sends each program to a server that runs it: ``POST <url>/run_code``.
 
-    Your server must isolate programs from each other, because its result is trusted. If it does not reply, or reports
-    an internal error, the request is repeated. Such errors never count as a failure of the program.
+    Your server must isolate programs from each other, because its result is trusted. If it is busy, does not reply or
+    reports ``SandboxError``, the request is repeated. Such errors never count as a failure of the program.
 
     Args:
         url: URL of the server, such as http://sandbox:8080.

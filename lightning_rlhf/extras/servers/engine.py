@@ -62,7 +62,16 @@ class VLLMServerEngine(RolloutEngine):
 
     If a server dies, hangs or holds other weights, it is left out until it works again and holds the weights of the
     last push. Its requests are generated again from their seeds. If a request fails on a server that works otherwise,
-    as on a bad network, it is sent three times.
+    as on a bad network, it is sent three times. On a CPU the results are the same bits as without the failure. If no
+    server is left, the run waits up to ``timeout``.
+
+    With NCCL the trainer keeps no copy of the weights. So a server that was restarted waits for the next push, and a
+    run without servers ends after a minute. If a server dies in the middle of a push, the trainer's GPU may hang until
+    you end the run. We know this from reading the code, and have not run it on a GPU.
+
+    Servers on the trainer's machine load a push at the same time. With NCCL they load in turn. A push needs room for
+    the largest parameter (three times under ``rlhf_fsdp``) and a constant, which is at most 256 MiB with NCCL. After
+    it, all servers score the same 32 tokens, and the run ends if they differ.
 
     Requests go to the server with the fewest unfinished ones. Up to a difference of eight, the responses to one prompt
     and the turns of one conversation go to the server with the longest beginning of their text in its cache.

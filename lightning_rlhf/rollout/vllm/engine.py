@@ -49,13 +49,29 @@ class VLLMEngine(RolloutEngine):
     """Runs vLLM in a separate process.
 
     In the trainer's process, vLLM would reseed your random generators, limit the threads and join torch.distributed. A
-    separate process also starts while data and models load, and if it crashes, you get an error.
+    separate process also starts while data and models load, and if it crashes, it is started again.
+
+    After a failure the run waits for the new process, which loads the last weights. With ``max_staleness`` of 0 or 1,
+    and with conversations, a run on a CPU then gives the same bits as without the failure. With ``max_staleness`` of 2
+    or more, that is so unless weights were pushed after a response was requested. The response then comes from newer
+    weights, and its tokens are labelled so. With ``unfinished`` of ``continue`` or ``cut`` it is never exact. A process
+    that dies while it sleeps is started with the next push. If the engine never becomes ready at the start, the run
+    ends instead, because the cause is almost always a wrong setting.
+
+    On a GPU that the trainer shares, the engine starts before the trainer takes memory, because vLLM sizes its cache by
+    the free memory.
+
+    A push through the host needs shared memory for one copy of the model per machine and engine, in the engine's dtype.
+    It also needs room for the largest parameter (three times under ``rlhf_fsdp``) and for a constant. If one rank
+    pushes for all, ``rlhf_fsdp`` sends the weights only to it. In other cases, and with ZeRO-3, every rank receives
+    them.
 
     Args:
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache, in (0, 1]. The trainer needs the rest.
         tensor_parallel_size: number of GPUs of the engine, at least 1.
         cpu_threads: threads of each process of the engine on a machine without GPU, at least 1. None divides the
-            trainer's number by ``tensor_parallel_size``, or half of it if generation and learning overlap.
+            trainer's number by ``tensor_parallel_size``, or half of it if generation and learning overlap. If you
+            set a number, the trainer keeps all of its threads.
         arguments: further arguments of ``vllm.LLM``. They override the defaults of this class.
         deterministic: whether to use GPU kernels that compute the same for a response in any batch
             (``VLLM_BATCH_INVARIANT=1``). They are slower, but equal seeds give equal responses. Must be False on a CPU,

@@ -41,7 +41,11 @@ _Answer = tuple[int, str, str | bytes, str]  # status, type, content, tag
 class InspectServer(ThreadingHTTPServer):
     """Serves the page, the data of the runs, and the responses of their steps. It only reads the run directories.
 
-    It listens on 127.0.0.1 alone, and rejects requests without its random key or with another host name.
+    It listens on 127.0.0.1 alone, and rejects requests without its random key or with another host name. It skips links
+    out of the run directories, pipes, unknown files in ``rollouts/`` and damaged lines, and drops clients that are
+    silent for 20 seconds. The page of a run asks for new data every 3 seconds, every 10 once the run has ended, and
+    every 30 while its tab is hidden. The table of runs asks every 10 seconds, or every 60 while hidden. If nothing has
+    changed, the answer is a few hundred bytes.
 
     Args:
         runs: runs of the page, at least one; those of a folder have separate pages.

@@ -32,7 +32,7 @@ class PreferenceDataModule(AnswersDataModule):
     field_candidates = (
         (("chosen", "chosen"),),
         (("rejected", "rejected"),),
-        (("prompt", "prompt"),),
+        (("prompt", "prompt"), ("prompt", "conversations")),  # the latter in LLaMA-Factory's pairs
         (("margin", "margin"),),
     )
 

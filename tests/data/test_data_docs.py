@@ -36,7 +36,7 @@ def test_page_has_rows_and_configurations():
     assert [name for name, _ in FORMATS] == [
         f"{name}DataModule" for name in ("Prompt", "Conversation", "Preference", "Unpaired")
     ]
-    assert (len(ROWS), len(CONFIGS)) == (14, 3)
+    assert (len(ROWS), len(CONFIGS)) == (15, 3)
 
 
 PAIRS = [("PromptDataModule", row) for name, row in ROWS if name == "PreferenceDataModule"]

@@ -96,6 +96,14 @@ START = [USER, YES, {"role": "user", "content": "sure"}]
         {"chosen": [*START, YES], "rejected": [*START, NO]},
         {"prompt": START, "chosen": [YES], "rejected": [NO]},
         {"prompt": START, "chosen": [*START, YES], "rejected": [*START, NO]},
+        {  # as LLaMA-Factory stores ShareGPT's pairs
+            "conversations": [
+                {"from": "gpt" if message["role"] == "assistant" else "human", "value": message["content"]}
+                for message in START
+            ],
+            "chosen": {"from": "gpt", "value": YES["content"]},
+            "rejected": {"from": "gpt", "value": NO["content"]},
+        },
     ],
 )
 def test_common_start_of_both_conversations_is_the_prompt_including_answers(row):

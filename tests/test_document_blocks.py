@@ -17,6 +17,7 @@ from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
 from lightning_rlhf.extras.commands.check_data import CheckDataCLI
 from lightning_rlhf.extras.commands.run_config import ConfigCLI, parse_run_config
 from lightning_rlhf.extras.plan.command import PlanCLI, _gib_of
+from lightning_rlhf.extras.schema.check import mistakes
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -102,6 +103,7 @@ def test_yaml_blocks_are_valid_configurations(language, block, tmp_path, monkeyp
         parse_run_config(["--config", "x.yaml"], ConfigCLI)
     except SystemExit:
         pytest.fail(capsys.readouterr().err)
+    assert mistakes(["--config", "x.yaml"], "") == {}
 
 
 def commands():

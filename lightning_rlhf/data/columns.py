@@ -47,13 +47,13 @@ _COMMON_NAMES = {
     "rejected": ("dispreferred", "loser"),
 }
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-_SOURCES = ("source", "data_source")  # names of a column with the source of a row: ours, then verl's
+SOURCE_COLUMNS = ("source", "data_source")  # names of a column with the source of a row: ours, then verl's
 MAX_SOURCES = 32  # a column with more different values does not name sources
 
 
 def source_of(columns: Mapping[str, Any]) -> str | None:
     """Return the source of a row of the data, if it has one."""
-    return next((str(columns[name]) for name in _SOURCES if columns.get(name) is not None), None)
+    return next((str(columns[name]) for name in SOURCE_COLUMNS if columns.get(name) is not None), None)
 
 
 class AmbiguousColumns(UsageError):

@@ -27,7 +27,7 @@ class GivenResponses:
     """Chooses the prompts of a step that take their response from the data instead of sampling.
 
     Use it for distillation from stored answers, or to add demonstrations. A prompt with a given response gets only that
-    one, for any group size, and the end token is appended to it. Given responses get no reward, and metrics of rewards
+    one, for any group size, and the end token is appended if it is missing. Given responses get no reward, and metrics of rewards
     and of the engine leave them out. In the files of ``RolloutLog`` their ``stop`` is ``given``. The rewards of the
     sampled responses are awaited before the evaluation. A step then contains fewer responses than ``batch_size`` times
     ``group_size``, in mini-batches of about equal size.
@@ -79,7 +79,7 @@ class GivenResponses:
                 )
             if not is_unicode(text):
                 raise UsageError(f"the given response of training row {number} is not valid Unicode: {text!r:.80}")
-            tokens = len(data.tokenize(text)) + 1
+            tokens = len(ids := data.tokenize(text)) + (not ids or ids[-1] not in data.end_tokens)
             if tokens > max_response_tokens:
                 raise UsageError(
                     f"the given response of training row {number} has {tokens} tokens with its end token, more than "

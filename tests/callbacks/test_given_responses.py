@@ -160,6 +160,20 @@ def test_mistakes_are_one_sentence(tmp_path, settings, options, message):
         distil(tmp_path, settings, **options)
 
 
+def test_response_that_ends_with_its_end_token_may_be_as_long_as_the_limit(tmp_path):
+    rows = [{"prompt": "a", "completion": "bb</s>"}, {"prompt": "b", "completion": "cc"}] * 2
+    distil(tmp_path, GivenResponses(), rows=rows, max_response_tokens=3)
+    with pytest.raises(
+        ValueError, match="training row 1 has 3 tokens with its end token, more than max_response_tokens 2"
+    ):
+        distil(
+            tmp_path,
+            GivenResponses(),
+            rows=[{"prompt": "a", "completion": "b</s>"}, rows[1]] * 2,
+            max_response_tokens=2,
+        )
+
+
 def test_fraction_out_of_range_raises():
     with pytest.raises(ValueError, match=r"on_policy of given_responses must be in \[0, 1\], got 2"):
         GivenResponses(on_policy=2)

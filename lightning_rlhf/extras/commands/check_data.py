@@ -22,6 +22,7 @@ from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.merging import merged_settings
 from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.data.columns import SOURCE_COLUMNS
 from lightning_rlhf.data.image_parts import text_of_content
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
@@ -297,7 +298,7 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData)
                 result.warn(values.warning(label))
     further = {column for part in result.data.values() for column in part["unread"]}
     for part in result.data.values():
-        read = part["unread"] if has_environment else read_columns(rewards, part["unread"])
+        read = part["unread"] if has_environment else {*read_columns(rewards, part["unread"]), *read_by_loop(loop)}
         part["unread"] = {name: number for name, number in part["unread"].items() if name not in read}
     for reward in rewards:
         missing = missing_columns(reward, data)
@@ -305,6 +306,13 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData)
         if not missing:
             result.rewards.append(reward.label)
             result.read_by_rewards[reward.label] = sorted(read_columns([reward], further))
+
+
+def read_by_loop(loop: Namespace | dict[str, Any]) -> list[str]:
+    """Return the columns that every run with rollouts reads, and that of given responses."""
+    given = loop.get("given_responses")
+    column = (given.get("init_args") or given).get("column", "completion") if given is not None else None
+    return [*SOURCE_COLUMNS, *([column] if column else [])]
 
 
 def _play_conversation(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:

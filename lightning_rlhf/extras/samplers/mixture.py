@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rlhf.data.columns import Fields
+from lightning_rlhf.data.columns import Fields, source_of
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.samplers import shuffle
 from lightning_rlhf.expected_errors import UsageError
@@ -19,12 +19,13 @@ class Mixture:
 
     Args:
         weights: positive weight of each source. They need not sum to 1. Rows of other sources are bad rows.
-        column: column with the name of a row's source. Dots separate the keys of nested values.
+        column: column with the name of a row's source. Dots separate the keys of nested values. None reads ``source`` or
+            ``data_source``, as the rest of a run does.
         rows: number of rows of an epoch. None uses the number of rows of the data.
     """
 
     weights: dict[str, float]
-    column: str = "data_source"
+    column: str | None = None
     rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -34,7 +35,9 @@ class Mixture:
 
     def key(self, fields: Fields) -> Any:
         """Return the name of the source."""
-        name = fields.text(self.column)
+        name = source_of(fields.row) if self.column is None else fields.text(self.column)
+        if name is None:
+            raise BadRow("Mixture needs a column source or data_source, or the name of yours in its column")
         if name not in self.weights:
             raise BadRow(
                 f"the source {name!r} has no weight; Mixture has weights for {sorted(self.weights)}",

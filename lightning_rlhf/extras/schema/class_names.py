@@ -18,7 +18,10 @@ _FACTORIES = {
     "optimizer": "optimizer", "critic_optimizer": "optimizer",
     "lr_scheduler": "lr_scheduler", "critic_lr_scheduler": "lr_scheduler",
 }  # fmt: skip
-_OWN_FACTORIES = {"optimizer": ["MuonAdamW"], "lr_scheduler": ["RunSchedule"]}  # classes of this package for them
+_OWN_FACTORIES = {
+    "optimizer": ["MatrixDecayAdamW", "MuonAdamW"],
+    "lr_scheduler": ["RunSchedule"],
+}  # classes of this package for them
 # The keys of this table and the next are the full name of a base class, or the kind of a factory. The classes of
 # Lightning and torch are written down because importing them takes seconds.
 LIBRARY_CLASSES = {

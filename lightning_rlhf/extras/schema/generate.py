@@ -52,6 +52,7 @@ class _Schema:
         self._names = _public_names()
         self._kinds = {full_name(kind): kind for kind in self._names}
         self._defs: dict[str, Schema] = {}
+        self._protocols: dict[str, set[str]] = {}  # those of options that a class has the methods of
 
     def whole(self) -> Schema:
         """Return the schema."""
@@ -66,6 +67,8 @@ class _Schema:
         for kind in self._names:
             if issubclass(kind, Optimizer | LRScheduler):  # made by factories, whose annotation names no class of ours
                 self._options(kind)
+        for path, protocols in self._protocols.items():
+            self._defs[path]["x-bases"] += sorted(protocols)
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "configuration of lightning-rlhf",
@@ -127,6 +130,9 @@ class _Schema:
         if name not in self._defs:
             self._defs[name] = {}
             kinds = [kind for kind in self._names if any(_is_one(kind, base) for base in bases)]
+            for kind in kinds:
+                protocols = {base for base in bases if base not in known_class(kind).bases and _is_one(kind, base)}
+                self._protocols.setdefault(full_name(kind), set()).update(protocols)
             shorts = {each.name: self._option(each, {}) for kind in kinds for each in parameters_of(kind)}
             self._defs[name] = {
                 "type": "object",

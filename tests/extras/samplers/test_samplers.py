@@ -81,7 +81,18 @@ def test_weight_without_rows_and_row_without_weight_or_column_raise():
     row = {"prompt": "why", "data_source": "b"}
     output = error_of(PromptDataModule, row, sampler=Mixture({"a": 1}))
     assert "given:1: the source 'b' has no weight; Mixture has weights for ['a']" in output
+    assert "Mixture needs a column source or data_source" in error_of(
+        PromptDataModule, {"prompt": "why"}, sampler=Mixture({"a": 1})
+    )
     assert "given:1: no column 'level'" in error_of(PromptDataModule, row, sampler=Curriculum("level"))
+
+
+@pytest.mark.parametrize("column", ["source", "data_source", "extra_info.kind"])
+def test_source_is_read_from_the_columns_that_the_rest_of_a_run_reads_or_from_the_named_one(column):
+    name, _, key = column.partition(".")
+    rows = [{"prompt": "why", name: {key: each} if key else each} for each in "aab"]
+    data = module_of(PromptDataModule, *rows, batch_size=3, sampler=Mixture({"a": 2, "b": 1}, column if key else None))
+    assert data.reports["train"].used == 3
 
 
 ROWS = [{"prompt": "a" * (8 - level), "extra_info": {"level": level}} for level in HARD]

@@ -1,5 +1,6 @@
 """Words in the place of a class: of another kind, misspelt, or from another program; and what may be right."""
 
+import importlib
 import inspect
 from typing import get_args
 
@@ -14,7 +15,8 @@ from lightning_rlhf.extras.commands.check_data import CheckDataCLI
 from lightning_rlhf.extras.plan.command import PlanCLI
 from lightning_rlhf.extras.schema import check, class_names
 from lightning_rlhf.extras.schema.check import OWN_OPTIONS
-from lightning_rlhf.extras.schema.known import schedules
+from lightning_rlhf.extras.schema.class_names import _OWN_FACTORIES
+from lightning_rlhf.extras.schema.known import is_class, schedules, schema
 from lightning_rlhf.modules.schedules import Kind
 
 CONFIG = """
@@ -178,3 +180,28 @@ def test_own_options_are_those_of_the_commands(command):
     {"check-data": CheckDataCLI, "plan": PlanCLI}[command].add_arguments_to_parser(None, parser)
     names = {name.removeprefix("--") for name in parser._option_string_actions if name not in ("-h", "--help")}
     assert names == set(OWN_OPTIONS[command])
+
+
+def test_every_optimizer_and_schedule_of_ours_is_one():
+    kinds = {"optimizer": torch.optim.Optimizer, "lr_scheduler": torch.optim.lr_scheduler.LRScheduler}
+    ours = [_imported(path) for path, entry in schema()["$defs"].items() if is_class(entry)]
+    for factory, base in kinds.items():
+        assert sorted(_OWN_FACTORIES[factory]) == sorted(kind.__name__ for kind in ours if issubclass(kind, base))
+
+
+def _imported(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("--data.sampler", "lightning_rlhf.extras.samplers.curriculum.Curriculum"),
+        ("--data.sampler", "Mixture"),
+        (f"{MODEL}.optimizer", "lightning_rlhf.modules.optimizers.MatrixDecayAdamW"),
+        ("--data.train", "lightning_rlhf.tasks.addition.Problems"),
+    ],
+)
+def test_a_class_with_the_methods_of_a_protocol_is_one_of_it(found, option, name):
+    assert not [message for message in found(option, name) if "is not a" in message]

@@ -27,10 +27,10 @@ class GivenResponses:
     """Chooses the prompts of a step that take their response from the data instead of sampling.
 
     Use it for distillation from stored answers, or to add demonstrations. A prompt with a given response gets only that
-    one, for any group size, and the end token is appended if it is missing. Given responses get no reward, and metrics of rewards
-    and of the engine leave them out. In the files of ``RolloutLog`` their ``stop`` is ``given``. The rewards of the
-    sampled responses are awaited before the evaluation. A step then contains fewer responses than ``batch_size`` times
-    ``group_size``, in mini-batches of about equal size.
+    one, for any group size, and the end token is appended if it is missing. Given responses get no reward, and metrics
+    of rewards and of the engine leave them out. In the files of ``RolloutLog`` their ``stop`` is ``given``. The rewards
+    of the sampled responses are awaited before the evaluation. A step then contains fewer responses than ``batch_size``
+    times ``group_size``, in mini-batches of about equal size.
 
     Args:
         column: column of the data with the response, a text.

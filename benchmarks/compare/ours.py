@@ -1,9 +1,9 @@
 """Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
 
-TASK is grpo, grpo-mkl (without oneDNN's products in the trainer), grpo-groups (the responses to a prompt stay in one
+TASK is grpo, grpo-groups (the responses to a prompt stay in one
 mini-batch), grpo-ahead (they are generated while the module learns), grpo-ahead-groups, grpo-4x and grpo-16x (more
 responses in steps and mini-batches), grpo-smollm2 (with a chat model), grpo-smollm2-padded (with padded rows), ppo, sft
-or dpo; -threads and -bf16 at the end are for runs with more threads and in bfloat16.
+or dpo; -threads, -bf16 and -mkl at the end are for runs with more threads, in bfloat16, and without oneDNN's products.
 """
 
 import sys
@@ -135,7 +135,8 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
 def main(name: str, directory: str, result: str, steps: str) -> None:
     """Train for some warm steps and those that are counted."""
     L.seed_everything(1)
-    torch.backends.mkldnn.enabled = not name.endswith("mkl")
+    torch.backends.mkldnn.enabled = not name.endswith("-mkl")
+    name = name.removesuffix("-mkl")
     module, data, callbacks = parts_of(name, Path(directory))
     meter = Meter(Path(result))
     trainer = L.Trainer(

@@ -13,7 +13,7 @@ OMP_NUM_THREADS ?= 1
 PARALLEL ?= --numprocesses 3
 export PYTHON DEVICE OMP_NUM_THREADS
 
-.PHONY: help install quickstart test test-core test-all test-v2 test-gpu docs mutants benchmark lint release lock clean
+.PHONY: help install quickstart test test-core test-all test-v2 test-gpu docs proofs mutants benchmark benchmark-learning lint release lock clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -63,11 +63,17 @@ docs: install  ## the documentation site in site/, whose pages open from disk
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo 'the site is in site/: open site/index.html'
 
+proofs: install  ## check every promise of the README in half an hour, which writes docs/proofs.md; PROOFS=all for hours
+	$(BIN)/python -m tests.proofs $(if $(filter all,$(PROOFS)),--all) $(ARGS)
+
 mutants: install  ## change the mathematics one operator at a time; ARGS="--every 10" tries a tenth
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 benchmark: install  ## compare with TRL, which takes about an hour and writes docs/performance.md
 	$(BIN)/python -m benchmarks.compare --write docs/performance.md $(ARGS)
+
+benchmark-learning: install  ## time to a better model compared with TRL, in hours, which writes docs/time_to_accuracy.md
+	$(BIN)/python -m benchmarks.learning --write docs/time_to_accuracy.md $(ARGS)
 
 lint: install  ## style, types, spelling, and the workflows of GitHub
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import install_import_hook
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests import shapes
+from tests import figures, shapes
 
 # Calls of the mathematics check the shapes of tensors in every test; before anything imports these modules.
 install_import_hook(["lightning_rlhf.functional", "lightning_rlhf.objectives"], f"{shapes.__name__}.check_tensors")
@@ -33,6 +33,10 @@ def pytest_configure(config):
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hides hints about the hardware
     for line in _NOISE:
         config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_runtest_setup(item):
+    figures.begin(item)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" reads the marks

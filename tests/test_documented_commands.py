@@ -1,22 +1,28 @@
 """Commands of the Makefile, and the modules under benchmarks/, run with small sizes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import costs, task
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 TARGETS = {
     "quickstart": "tests/learning/test_quickstart.py",
     "docs": "tests/test_site.py",
     "mutants": "tests/test_documented_commands.py",
+    "proofs": "tests/test_documented_commands.py",
     "benchmark": "tests/test_documented_commands.py",
+    "benchmark-learning": "tests/test_documented_commands.py",
     "release": "tests/test_documented_commands.py",
     **dict.fromkeys(
         ("help", "install", "test", "test-core", "test-all", "test-gpu", "lint", "lock", "clean"),
@@ -27,6 +33,9 @@ MODULES = {
     **dict.fromkeys(("compare/__main__", "compare/ours", "compare/task", "compare/meter"), "test_benchmark"),
     **dict.fromkeys(("compare/costs", "compare/divergence", "compare/floor", "compare/head_memory"), "here"),
     "compare/servers": "test_benchmark_of_servers",
+    **dict.fromkeys(("learning/__main__", "learning/ours", "learning/tasks"), "test_benchmark_of_learning"),
+    "learning/__init__": "empty",
+    "learning/trl_runs": "not run: it needs TRL in a separate environment",
     "compare/trl_runs": "not run: it needs TRL in a separate environment",
     "compare/__init__": "empty",
     **dict.fromkeys(
@@ -36,6 +45,9 @@ MODULES = {
     "packages_to_carry": "tests/test_packages_to_carry.py",
     "first_gpu_run": "tests/test_first_gpu_run.py",
     "scaling_tables": "tests/extras/plan/test_scaling_tables.py",
+    "step_times": "tests/extras/plan/test_step_times.py",
+    "slow_links": "test_bytes_on_a_slow_link",
+    "scoreboard": "tests/test_scoreboard.py",
 }
 
 
@@ -105,6 +117,76 @@ def test_benchmark_of_products_and_of_the_memory_of_the_head(prepared):
 @pytest.mark.timeout(600)
 def test_benchmark_of_servers():
     assert "two servers: " in run("-m", "benchmarks.compare.servers")
+
+
+def curve(*accuracies):
+    """Points of a run whose steps take a second of processor time and two of wall time."""
+    return [{"step": i, "cpu": float(i), "wall": 2.0 * i, "accuracy": value} for i, value in enumerate(accuracies)]
+
+
+def test_page_of_learning_shows_the_first_to_reach_the_target_and_who_does_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(learning, "TASKS", {"addition": replace(TASKS["addition"], variants=("full-float32",))})
+    (tmp_path / "addition").mkdir()
+    runs = learning.sweep(TASKS["addition"], "full-float32")
+    curves = {"ours": [(0.2, 0.3, 0.4), (0.2, 0.9, 1.0), (0.2, 0.7, 0.9)],
+              "trl": [(0.2, 0.3, 0.9), (0.2, 0.2, 0.2), (0.2, 0.1, 0.1)]}  # fmt: skip
+    for library, group in runs.items():
+        for run, accuracies in zip(group, curves[library], strict=True):
+            run.file(tmp_path).write_text(json.dumps(curve(*accuracies)))
+    for run, accuracies in ((runs["ours"][1], (0.2, 0.5, 0.9)), (runs["trl"][0], (0.2, 0.3, 0.7))):
+        run._replace(seed=2).file(tmp_path).write_text(json.dumps(curve(*accuracies)))
+    page = learning.report(tmp_path, {"addition": 2}, tmp_path)
+    assert "| full, float32 | lightning-rlhf | 0.0002 | 2 | 0.80 | 1.5 ± 6.4 |" in page
+    assert "| full, float32 | TRL 1.16 | 0.0001 | 2 | 0.80 | not reached by 1 of 2 |" in page
+    assert page.count("\n| full, float32 |") == 8  # two rows, six of the sweep
+    assert (tmp_path / "learning_addition_full-float32.svg").read_text().count("<polyline") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_benchmark_of_learning(monkeypatch, tmp_path):
+    task = replace(TASKS["addition"], variants=("lora-bfloat16",), rates={"lora": (1e-3,)})
+    monkeypatch.setattr(learning, "TASKS", {"addition": task})
+    execute = learning.execute
+
+    def without_peer(run, directory, threads):
+        if run.library == "trl":  # which is not installed where the tests run
+            run.file(directory).write_text(json.dumps(curve(0.2, 0.9)))
+        else:
+            execute(run, directory, threads)
+
+    monkeypatch.setattr(learning, "execute", without_peer)
+    page = tmp_path / "docs/page.md"
+    (page.parent / "images").mkdir(parents=True)
+    options = ["--tasks", "addition", "--seeds", "1", "--directory", str(tmp_path / "runs"), "--write", str(page)]
+    monkeypatch.setattr(sys, "argv", ["learning", *options])
+    learning.main()
+    points = json.loads((tmp_path / "runs/addition/ours-lora-bfloat16-0.001-1.json").read_text())
+    assert [point["step"] for point in points] == [*range(task.steps + 1)]
+    assert points[-1]["accuracy"] > points[0]["accuracy"] + 0.3
+    assert "| lora, bfloat16 | lightning-rlhf | 0.001 | 1 |" in page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_bytes_on_a_slow_link():
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["ip", "netns", "add", "rlhfa"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("this machine makes no network namespaces")
+    subprocess.run(["ip", "netns", "delete", "rlhfa"], check=True)
+    printed = run("-m", "benchmarks.slow_links", "--strategies", "rlhf_ddp", "--rates", "20", "100")
+    counted, measured = re.search(r"\| `rlhf_ddp` \| learning \| ([\d,]+) \| ([\d,]+) \|", printed).groups()
+    assert 0.8 < float(measured.replace(",", "")) / float(counted.replace(",", "")) < 1.4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_promise_is_checked():
+    assert re.search(r"Conversations \|.*\| [1-9]\d* tests \| passes \|", run("-m", "tests.proofs", "conversations"))
 
 
 @pytest.mark.slow

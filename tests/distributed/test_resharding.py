@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import figures
 from tests.distributed.launch import ROOT, run_ranks
 from tests.distributed.reshard_ranks import bits_that_differ, largest_weight_difference, roles
 from tests.distributed.test_parity import DEEPSPEED, SHARDED
@@ -103,6 +104,7 @@ def walked(kinds, folder):
 def assert_walks(kinds, folder, limit=ERROR):
     seen = []
     for kind, writer, reader, differs, error in walked(kinds, folder):
+        figures.record("difference of weights", error)
         assert differs is None, f"{kind}, {writer} to {reader}: {differs}"
         assert error <= limit, f"{kind}, {writer} to {reader}: {error}"
         seen.append((kind, writer, reader))

@@ -23,6 +23,7 @@ from lightning.pytorch import Callback
 from lightning_rlhf.rollout.vllm import engine as vllm_engine
 from lightning_rlhf.strategies.checkpoints import manifest
 from lightning_rlhf.strategies.checkpoints.role_files import StoredRole
+from tests import figures
 
 KILLED = -signal.SIGKILL
 ROOT = Path(__file__).parents[2]
@@ -219,6 +220,7 @@ class Forge:
             killed += ended == KILLED
             resume = "last"
         assert ended == 0
+        figures.record("kills", killed)
         return killed
 
     def close(self):

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import yaml
 
+from tests import figures
 from tests.faults.runs import CONVERSATIONS, ROOT, assert_same, output, ppo, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -18,6 +19,7 @@ def disturbed(config, forge, directory, **killer):
     """Run with an engine that dies, and return the number of its deaths."""
     assert forge.attempt(directory, with_killer(config, **killer)) == 0, output(directory)[-4000:]
     deaths = int((directory / "killed").read_text())
+    figures.record("kills", deaths)
     assert output(directory).count("It is started again, with the same weights and requests") == deaths
     return deaths
 

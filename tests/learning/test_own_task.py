@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import figures
+
 ROOT = Path(__file__).parents[2]
 SECTION = re.search(r"^## Your own task\n(.*?)^## ", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
 COMMANDS = re.search(r"```bash\n(.*?)```", SECTION, re.DOTALL)[1].splitlines()
@@ -64,6 +66,7 @@ def test_reward_improves_the_policy(followed):
     metrics = [
         json.loads((directory / f"runs/own_task/{run}/export/metrics.json").read_text()) for run in ("sft", "grpo")
     ]
+    figures.record("after", metrics[1]["val/fraction_correct_sampled"])
     assert metrics[0]["val/loss"] < 0.2
     assert metrics[1]["val/fraction_correct_sampled"] > 0.85  # from 0.72
     table = next(text for command, text in followed[1].items() if command.startswith("evaluate"))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import figures
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "quickstart_ppo.csv"
 pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -34,6 +36,8 @@ def runs(tmp_path_factory):
 def assert_learned(metrics):
     validations = [row for row in metrics if "val/fraction_correct_sampled" in row]
     before, after = validations[0], validations[-1]
+    for moment, row in (("before", before), ("after", after)):
+        figures.record(moment, row["val/fraction_correct_greedy"])
     assert before["val/fraction_correct_sampled"] <= 0.60
     assert before["val/fraction_correct_greedy"] <= 0.45
     assert after["val/fraction_correct_sampled"] >= 0.93

@@ -61,15 +61,18 @@ def test_ctrl_c_during_imports_prints_one_line(call, monkeypatch):
     assert call("doctor") == (130, "", "lightning-rlhf: ended by Ctrl-C\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["new", "--list"]])
-def test_reader_that_ends_before_the_last_line_gets_no_traceback(arguments):
-    command = [sys.executable, "-m", "lightning_rlhf", *arguments]
-    piped = subprocess.run(["bash", "-c", f"{shlex.join(command)} | head -1"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["new", "--list"], ["new", "{folder}/{number}"]])
+def test_reader_that_ends_before_the_last_line_gets_no_traceback(arguments, tmp_path):
+    def command_to(number):
+        return [sys.executable, "-m", "lightning_rlhf", *(w.format(folder=tmp_path, number=number) for w in arguments)]
+
+    line = f"{shlex.join(command_to(1))} | head -1"
+    piped = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert (len(piped.stdout.splitlines()), piped.stderr) == (1, "")
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
-        done = subprocess.run(command, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, check=False)
+        done = subprocess.run(command_to(2), cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 

@@ -167,7 +167,8 @@ def run(arguments: list[str]) -> int:
     with write_errors(options.directory, "choose another directory"):
         if options.directory.exists() and (not options.directory.is_dir() or any(options.directory.iterdir())):
             raise UsageError(f"{options.directory} exists already and is not empty: choose another directory")
-        print(for_terminal(_written(options)))
+        text = _written(options)
+    print(for_terminal(text))  # outside, because a closed pipe is no fault of the directory
     return 0
 
 

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis  # noqa: F401
+import jaxtyping
 import lightning.pytorch  # noqa: F401
 import pytest
 import torch
@@ -36,7 +37,7 @@ MATHEMATICS = (
     "extras/algorithms/*_losses.py", "extras/algorithms/*advantages*.py", "extras/algorithms/*_baselines.py",
     "extras/algorithms/divergence.py",
 )  # fmt: skip
-TESTS = ("functional", "objectives", "extras/algorithms")
+TESTS = (".", "functional", "objectives", "extras/algorithms")
 SECONDS = 120  # of one mutant, after which it counts as killed
 
 OPERATORS = {
@@ -156,6 +157,7 @@ def survives(path, tests, source):
         os.dup2(silence, 2)
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         sys.meta_path.insert(0, _Importer(name, path, source))
+        jaxtyping.install_import_hook = lambda *arguments: None  # which would import the file instead
         options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "-m", "not slow and not gpu"]
         code = pytest.main([*options, *tests])
         os._exit(int(code))
@@ -187,6 +189,8 @@ def main():
         tests = tests_of(path)
         if not survives(path, tests, path.read_text()):
             raise SystemExit(f"the tests of {path} fail without a change: {' '.join(tests)}")
+        if survives(path, tests, "raise ImportError"):
+            raise SystemExit(f"the tests of {path} do not use the changed source: {' '.join(tests)}")
         found = list(mutants(path))
         drawn = random.Random(f"{arguments.seed} {path.stem}").sample(
             range(len(found)), -(-len(found) // arguments.every)

@@ -128,7 +128,7 @@ def test_page_of_learning_shows_the_first_to_reach_the_target_and_who_does_not(m
     monkeypatch.setattr(learning, "TASKS", {"addition": replace(TASKS["addition"], variants=("full-float32",))})
     (tmp_path / "addition").mkdir()
     runs = learning.sweep(TASKS["addition"], "full-float32")
-    curves = {"ours": [(0.2, 0.3, 0.4), (0.2, 0.9, 1.0), (0.2, 0.7, 0.9)],
+    curves = {"ours": [(0.2, 0.9, 0.4), (0.2, 0.9, 1.0), (0.2, 0.7, 0.9)],  # the first touches the target and falls
               "trl": [(0.2, 0.3, 0.9), (0.2, 0.2, 0.2), (0.2, 0.1, 0.1)]}  # fmt: skip
     for library, group in runs.items():
         for run, accuracies in zip(group, curves[library], strict=True):
@@ -192,8 +192,9 @@ def test_a_promise_is_checked():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mutants_of_a_file_are_tried():
-    printed = run("-m", "tests.mutants", "objectives/kl_controllers.py", "--every", "40")
-    assert re.search(r"^all: [1-9]\d* mutants, \d+ killed", printed, re.MULTILINE)
+    printed = run("-m", "tests.mutants", "functional/kl.py", "--every", "6")
+    tried, killed = map(int, re.search(r"^all: ([1-9]\d*) mutants, (\d+) killed", printed, re.MULTILINE).groups())
+    assert killed == tried
 
 
 @pytest.mark.slow

@@ -31,11 +31,10 @@ class Points(Callback):
     def __init__(self, curve: tasks.Curve) -> None:
         self.curve = curve
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Evaluate before the first step."""
-        if not self.curve.points:
-            self.curve.start()
-            self.curve.point(0, pl_module.actor.lm)
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluate before anything is generated, then let the time run."""
+        self.curve.start()
+        self.curve.point(0, pl_module.actor.lm)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Evaluate after a step."""
@@ -73,7 +72,7 @@ def main(name: str, variant: str, rate: str, seed: str, directory: str, result: 
     )
     trainer = L.Trainer(
         max_steps=task.steps,
-        callbacks=complete([loop, Points(curve)]),
+        callbacks=complete([Points(curve), loop]),
         default_root_dir=Path(result).with_suffix(""),
         precision="bf16-mixed" if dtype == "bfloat16" else "32-true",
         logger=False,

@@ -27,11 +27,10 @@ class Points(TrainerCallback):
     def __init__(self, curve: tasks.Curve, updates: int, measured: dict[str, float]) -> None:
         self.curve, self.updates, self.measured = curve, updates, measured
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Evaluate before the first step."""
-        if not self.curve.points:
-            self.curve.start()
-            self.curve.point(0, model)
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Evaluate before anything is generated, then let the time run."""
+        self.curve.start()
+        self.curve.point(0, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Evaluate after a step."""

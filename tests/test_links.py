@@ -15,10 +15,11 @@ def without_code(page):
 
 
 def anchors(page):
-    """Return the names of a page's headings in links, as GitHub makes them."""
+    """Return the names of a page's headings in links, as GitHub makes them, and of its own targets."""
     headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
     texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
-    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts}
+    targets = re.findall(r'<a id="([^"]+)">', without_code(page))
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts} | {*targets}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

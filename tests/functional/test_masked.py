@@ -6,7 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.masked import masked_mean, masked_sum, masked_variance, masked_whiten
+from lightning_rlhf.functional.masked import (
+    masked_mean,
+    masked_sum,
+    masked_variance,
+    masked_whiten,
+    rewards_at_tokens,
+)
 from tests.helpers import (
     assert_close,
     float64,
@@ -165,3 +171,13 @@ def test_assert_close_rejects_large_tolerances():
         assert_close(math.nan, math.nan)
     with pytest.raises(AssertionError):
         assert_close(torch.ones(2), torch.ones(1, 2))
+
+
+def test_rewards_are_at_the_last_token_of_the_policy_or_where_a_step_earned_them():
+    mask = torch.tensor([[True, True, False, True, False], [False, True, False, False, False]])
+    reward = torch.tensor([2.0, -1.0])
+    expected = torch.tensor([[0.0, 0.0, 0.0, 2.0, 0.0], [0.0, -1.0, 0.0, 0.0, 0.0]])
+    assert torch.equal(rewards_at_tokens(reward, mask), expected)
+    steps = torch.tensor([[0.5, 0.0, 0.0, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    expected = torch.tensor([[0.5, 0.0, 0.0, 1.5, 0.0], [0.0, -1.0, 0.0, 0.0, 0.0]])  # 2 - 0.5 in all, -1
+    assert torch.equal(rewards_at_tokens(reward, mask, steps), expected)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_rlhf.functional.samples import mean_difference, mean_interval, wilson_interval
+from lightning_rlhf.functional.samples import draw_sizes, mean_difference, mean_interval, wilson_interval
 from tests.helpers import assert_close
 
 
@@ -103,3 +103,14 @@ def test_differences_of_other_values_are_not_cut():
     result = mean_difference([[0.0], [0.0]], [[3.0], [5.0]])
     assert (result["mean"], result["high"]) == (4.0, pytest.approx(4.0 + 1.959964))
     assert mean_difference([[2.0], [2.0]], [[3.0], [3.0]]) == {"mean": 1.0, "low": 1.0, "high": 1.0}
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_sizes_of_draws_double_and_end_with_all_samples(samples, sizes):
+    assert draw_sizes(samples) == sizes
+
+
+def test_equal_differences_of_rewards_above_1_have_no_width():
+    # The wider interval of equal differences is for values in [0, 1] only.
+    assert mean_difference([[1.5], [1.2]], [[1.6], [1.3]])["low"] == pytest.approx(0.1)
+    assert mean_difference([[0.5], [0.2]], [[0.6], [0.3]])["low"] < -0.3

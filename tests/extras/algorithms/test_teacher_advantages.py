@@ -46,6 +46,8 @@ def test_advantages_of_rewards_are_added_with_their_weight():
     advantages, returns = TeacherLogRatio(rewards=RLOO(), reward_coef=0.5)(inputs())
     assert advantages.tolist() == [[1.0, -1.5, 0.5], [1.5, -1.0, 0.0]]
     assert torch.equal(returns, RLOO()(inputs())[1])
+    whole, _ = TeacherLogRatio(rewards=RLOO())(inputs())  # a weight of 1, so half of RLOO's 1 and -1 more
+    assert (whole - advantages).tolist() == [[0.5] * 3, [-0.5, -0.5, 0.0]]
 
 
 def test_expected_gradient_is_that_of_the_reverse_kl():

@@ -84,7 +84,10 @@ def sweep(task: Task, variant: str) -> dict[str, list[Run]]:
 
 
 def best_of(runs: dict[str, list[Run]], directory: Path) -> tuple[float, dict[str, Run]] | None:
-    """Return the target, and for each library the run that reaches it first, or the best one if none does."""
+    """Return the target, and for each library the run that reaches it first among those that end well.
+
+    Those are within 5 % of the library's best final accuracy, because nobody keeps a rate that falls afterwards.
+    """
     curves = {run: run.curve(directory) for group in runs.values() for run in group}
     if not all(curves.values()):
         return None
@@ -93,7 +96,11 @@ def best_of(runs: dict[str, list[Run]], directory: Path) -> tuple[float, dict[st
     def order(run: Run) -> tuple[float, float]:
         return reached(curves[run], target, "cpu"), -curves[run][-1]["accuracy"]
 
-    return target, {library: min(group, key=order) for library, group in runs.items()}
+    best = {}
+    for library, group in runs.items():
+        highest = max(curves[run][-1]["accuracy"] for run in group)
+        best[library] = min((run for run in group if curves[run][-1]["accuracy"] >= 0.95 * highest), key=order)
+    return target, best
 
 
 def mean(values: list[float], digits: int = 1) -> str:
@@ -200,8 +207,8 @@ repeats it on your machine, also on a GPU, and writes this page.
   clip 0.2, no KL, rewards divided by the deviation of their group, LoRA of rank 16 on all linear layers. Everything
   else is each library's default.
 - The rate of each library is swept over the same three values with seed 1. Shown is the one with which it reached the
-  target first and stayed there until the end. A rate that touches the target and falls again does not count, but
-  "touched" shows when that was.
+  target first and stayed there until the end, among those that end within 5 % of its best final accuracy. A run that
+  touches the target and falls again has not reached it; "touched" shows when that was.
 - One function evaluates both, greedily, on 256 held-out rows, while the clock stands still. Seconds are those from the
   first step on. Intervals are 95 % of Student's t over the seeds.
 - TRL gets the same help as in [performance](performance.md#how-fair-this-is).

@@ -252,8 +252,17 @@ def row(promise: Promise, measured: Measured, tests: tuple[str, ...]) -> str:
     files = dict.fromkeys(argument.partition("::")[0] for argument in tests if argument.startswith("tests/"))
     links = ", ".join(f"[{file.removeprefix('tests/')}](../{file})" for file in files)
     name = f'<a id="{anchor(promise.name)}"></a>{promise.name}'
-    cells = (name, promise.text, figure, measured.verdict(), f"{measured.seconds / 60:.1f} min", links)
+    when = f"{measured.seconds / 60:.1f} min at {commit()}"
+    cells = (name, promise.text, figure, measured.verdict(), when, links)
     return f"| {' | '.join(cells)} |"
+
+
+def commit() -> str:
+    """Return the short name of the commit that is tested."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
 
 
 def anchor(name: str) -> str:
@@ -264,9 +273,7 @@ def anchor(name: str) -> str:
 def main() -> None:
     """Check the promises and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "names", nargs="*", help="promises to check, such as losses; all without names, which writes the page"
-    )
+    parser.add_argument("names", nargs="*", help="promises to check, such as losses; all without names")
     parser.add_argument("--all", action="store_true", help="also the tests that take hours")
     parser.add_argument("--processes", type=int, default=2, help="tests at a time")
     options = parser.parse_args()
@@ -283,16 +290,16 @@ def main() -> None:
         lines.append(row(promise, measured, tests))
         failed |= bool(measured.failed)
         print(lines[-1], flush=True)
-    minutes = (time.monotonic() - begun) / 60
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    page = HEAD.format(
-        commit=commit.stdout.strip() or "unknown", machine=machine(), minutes=minutes, date=f"{date.today():%d %B %Y}",
-        command="make proofs PROOFS=all" if options.all else "make proofs",
-    )  # fmt: skip
-    if not options.names:
-        PAGE.write_text(page + "\n".join(lines) + "\n")
+    if options.names and PAGE.exists():
+        old = PAGE.read_text().splitlines()
+        new = {line.split('"')[1]: line for line in lines}
+        lines = [new.get(line.split('"')[1], line) if line.startswith('| <a id="') else line for line in old]
+        PAGE.write_text("\n".join(lines) + "\n")
+    elif not options.names:
+        minutes = (time.monotonic() - begun) / 60
+        command = "make proofs PROOFS=all" if options.all else "make proofs"
+        head = HEAD.format(machine=machine(), minutes=minutes, date=f"{date.today():%d %B %Y}", command=command)
+        PAGE.write_text(head + "\n".join(lines) + "\n")
     sys.exit(failed)
 
 
@@ -300,9 +307,10 @@ HEAD = """# Proofs: every promise, checked by one command
 
 Do not believe us: `make proofs` checks each promise of the README on your machine and writes this page anew, in about
 half an hour on two cores. `make proofs PROOFS=all` also runs the tests that take hours, and
-`python -m tests.proofs losses` checks one promise. [What was tested, and how](tested.md) lists many more.
+`python -m tests.proofs losses` checks one promise and writes its row anew. [What was tested, and how](tested.md) lists
+many more.
 
-This page comes from `{command}` at commit {commit} on {date}: {machine}, {minutes:.0f} minutes. No GPU.
+This page comes from `{command}` on {date}: {machine}, {minutes:.0f} minutes. No GPU.
 
 | promise | in words | figure, just measured | outcome | time | tests |
 |---|---|---|---|---|---|

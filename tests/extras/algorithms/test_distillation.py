@@ -168,6 +168,17 @@ def test_metrics_are_those_of_the_teacher_and_not_of_advantages():
     assert "reward/given" in distilled().metrics
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_entropy_is_the_students_own(top_k):
+    entropies, lm = [], STUDENT.causal().lm
+    for row in ROWS:
+        logits = lm(torch.tensor([row.prompt + row.tokens])).logits[0, len(row.prompt) - 1 : -1]
+        p = (logits / 0.7).log_softmax(-1)  # at the temperature of the rollout
+        entropies.append(-(p.exp() * p).sum(-1)[torch.tensor(row.mask)].detach())
+    measured = distilled(divergence=Divergence(top_k=top_k)).metrics["policy/entropy"]
+    assert_close(measured, torch.cat(entropies).mean(), rtol=1e-5)
+
+
 def test_several_mini_batches_and_epochs_are_exact_for_the_engine_gap():
     metrics = distilled(minibatch_size=2, update_epochs=2).metrics
     assert metrics["policy/updates"] == 6

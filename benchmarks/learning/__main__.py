@@ -211,6 +211,7 @@ repeats it on your machine, also on a GPU, and writes this page.
   touches the target and falls again has not reached it; "touched" shows when that was.
 - One function evaluates both, greedily, on 256 held-out rows, while the clock stands still. Seconds are those from the
   first step on. Intervals are 95 % of Student's t over the seeds.
+- A ratio above 1 means that lightning-rlhf took longer, a dash that a run of one of the two never reached the target.
 - TRL gets the same help as in [performance](performance.md#how-fair-this-is).
 
 Measured on {date}: {machine}, one thread per process. No GPU.

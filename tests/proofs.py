@@ -305,9 +305,9 @@ def main() -> None:
 
 HEAD = """# Proofs: every promise, checked by one command
 
-Do not believe us: `make proofs` checks each promise of the README on your machine and writes this page anew, in about
+Do not believe us: `make proofs` checks each promise of the README on your machine and writes this page again, in about
 half an hour on two cores. `make proofs PROOFS=all` also runs the tests that take hours, and
-`python -m tests.proofs losses` checks one promise and writes its row anew. [What was tested, and how](tested.md) lists
+`python -m tests.proofs losses` checks one promise and writes its row again. [What was tested, and how](tested.md) lists
 many more.
 
 This page comes from `{command}` on {date}: {machine}, {minutes:.0f} minutes. No GPU.

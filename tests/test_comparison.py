@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import floor, task
+from benchmarks.compare.__main__ import MKL
 from benchmarks.compare.meter import WARM, Meter
 
 
@@ -115,6 +116,16 @@ def test_page_has_the_measured_figures():
             "TRL": {"seconds": 5.0, "mb": 700, "loss": 0.25},
         },
         "dates": [date(2026, 11, 22), date(2026, 11, 23)],
+        "machine": "2 cores of X",
+        "commit": "abc",
+        "machines": [
+            {
+                "machine": "X",
+                "commit": "abc",
+                "cpu_seconds": {"sft": {"lightning-rlhf": 2.0, "TRL": 4.0, f"ours, {MKL}": 3.0}},
+            },
+            {"machine": "Y", "commit": "def", "cpu_seconds": {"dpo": {"lightning-rlhf": 1.0, "TRL": 3.0}}},
+        ],
     }
     page = command.report(measured)
     for line in (
@@ -127,6 +138,8 @@ def test_page_has_the_measured_figures():
         "the same requests 3588.",
         "| 32,000 | 84 | 500 |",
         "| TRL | 5.00 | 0.40 | 700 | 0.250000 |",
+        "| X | abc | sft | 0.50 | 0.75 |",
+        "| Y | def | dpo | 0.33 | - |",
     ):
         assert line in page.splitlines(), line
     without = command.report({**measured, "floors": {}, "parts": {}, "batches": {}, "costs": None, "divergences": None})

@@ -86,7 +86,7 @@ def sweep(task: Task, variant: str) -> dict[str, list[Run]]:
 def best_of(runs: dict[str, list[Run]], directory: Path) -> tuple[float, dict[str, Run]] | None:
     """Return the target, and for each library the run that reaches it first among those that end well.
 
-    Those are within 5 % of the library's best final accuracy, because nobody keeps a rate that falls afterwards.
+    Those are within 5 % of the library's best final accuracy, because no one keeps a rate that falls afterwards.
     """
     curves = {run: run.curve(directory) for group in runs.values() for run in group}
     if not all(curves.values()):

@@ -16,8 +16,7 @@ PATH = ROOT / "configs/lora/grpo.yaml"
 PAGE = (ROOT / "docs/lora.md").read_text()
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 MODEL = BLOCKS[0]
-(ENGINE,) = (block for block in BLOCKS if "engine" in block)
-(EXPORT,) = (block for block in BLOCKS if isinstance(block, list))
+(ENGINE,), EXPORT = (block for block in BLOCKS if isinstance(block, list))
 
 
 def small():
@@ -45,7 +44,7 @@ def test_documented_options_of_engine_and_export_are_valid(cli, tmp_path, monkey
     monkeypatch.setattr(RLHFCLI, "shown_command", "export")
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self))
     config = yaml.safe_load(PATH.read_text())
-    config["trainer"]["callbacks"][0]["init_args"] |= ENGINE
+    config["trainer"]["callbacks"][0]["init_args"]["engine"] = ENGINE["init_args"]["engine"]
     config["trainer"]["callbacks"] += EXPORT
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     assert cli("fit", "--config", str(tmp_path / "config.yaml")).code == 0

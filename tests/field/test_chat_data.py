@@ -457,7 +457,7 @@ def test_a_prompt_beside_another_conversation_is_rejected():
     assert read(ConversationDataModule, row, columns={"prompt": None})
 
 
-@pytest.mark.parametrize("column", ["question", "instruction", "query", "conversations"])
+@pytest.mark.parametrize("column", ["question", "instruction", "query"])
 def test_pairs_without_the_column_prompt_are_rejected_with_the_line_to_add(column):
     row = {column: "why?", "chosen": "because", "rejected": "no idea"}
     line = f"to use '{column}', set data.init_args.columns: {{prompt: {column}}}"
@@ -465,6 +465,12 @@ def test_pairs_without_the_column_prompt_are_rejected_with_the_line_to_add(colum
     pair = {"chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"}}
     assert "no column 'prompt'" in reason(PreferenceDataModule, {column: [user("a")], **pair})
     assert "no question in common" in reason(PreferenceDataModule, pair)
+
+
+def test_conversations_beside_two_answers_are_the_prompt():
+    pair = {"chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"}}
+    row = {"conversations": [{"from": "human", "value": "a"}], **pair}
+    assert read(PreferenceDataModule, row)[1] == read(PreferenceDataModule, {"prompt": [user("a")], **pair})[1]
 
 
 def test_pairs_that_hold_whole_conversations_need_no_prompt():

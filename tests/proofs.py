@@ -276,6 +276,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="promises to check, such as losses; all without names")
     parser.add_argument("--all", action="store_true", help="also the tests that take hours")
     parser.add_argument("--processes", type=int, default=2, help="tests at a time")
+    parser.add_argument("--page", type=Path, default=PAGE, help="file with the rows")
     options = parser.parse_args()
     known = {anchor(promise.name): promise for promise in PROMISES}
     if unknown := set(options.names) - known.keys():
@@ -290,16 +291,16 @@ def main() -> None:
         lines.append(row(promise, measured, tests))
         failed |= bool(measured.failed)
         print(lines[-1], flush=True)
-    if options.names and PAGE.exists():
-        old = PAGE.read_text().splitlines()
+    if options.names and options.page.exists():
+        old = options.page.read_text().splitlines()
         new = {line.split('"')[1]: line for line in lines}
         lines = [new.get(line.split('"')[1], line) if line.startswith('| <a id="') else line for line in old]
-        PAGE.write_text("\n".join(lines) + "\n")
+        options.page.write_text("\n".join(lines) + "\n")
     elif not options.names:
         minutes = (time.monotonic() - begun) / 60
         command = "make proofs PROOFS=all" if options.all else "make proofs"
         head = HEAD.format(machine=machine(), minutes=minutes, date=f"{date.today():%d %B %Y}", command=command)
-        PAGE.write_text(head + "\n".join(lines) + "\n")
+        options.page.write_text(head + "\n".join(lines) + "\n")
     sys.exit(failed)
 
 

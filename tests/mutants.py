@@ -206,12 +206,13 @@ def main():
         chosen = [found[i] for i in sorted(drawn)]
         with ThreadPoolExecutor(arguments.processes) as pool:
             outcomes = list(pool.map(functools.partial(survives, path, tests), [source for _, _, source in chosen]))
+        text = path.read_text().splitlines()
         survivors = [mutant for mutant, survived in zip(chosen, outcomes, strict=True) if survived]
         tried += len(chosen)
         alive += len(survivors)
         print(f"{path.relative_to(PACKAGE)}: {len(chosen)} mutants, {len(chosen) - len(survivors)} killed", flush=True)
         for line, description, _ in survivors:
-            is_known = f"{path.relative_to(PACKAGE)}: {description}" in known
+            is_known = f"{path.relative_to(PACKAGE)}: {description} | {text[line - 1].strip()}" in known
             unknown += not is_known
             print(f"    line {line} survives{', as known' if is_known else ''}: {description}", flush=True)
     share = (tried - alive) / max(tried, 1)

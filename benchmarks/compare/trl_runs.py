@@ -22,6 +22,7 @@ os.environ |= {
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -98,7 +99,9 @@ def patch_vllm(dtype: str) -> None:
 
     def sync_weights(self: Any) -> None:
         runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
-        runner.reload_weights(weights_iterator=[(name, p.detach()) for name, p in self._iter_named_params()])
+        # With adapters these are copies, because TRL takes the adapters out of the base's weights after the last one.
+        keep = Tensor.clone if hasattr(self.model, "merge_adapter") else Tensor.detach
+        runner.reload_weights(weights_iterator=[(name, keep(p.detach())) for name, p in self._iter_named_params()])
         for module in runner.model.modules():  # a head that shares the embedding's weight has its own copy
             if type(module).__name__ == "ParallelLMHead" and getattr(module, "cpu_linear", None) is not None:
                 module.quant_method.process_weights_after_loading(module)

@@ -147,11 +147,14 @@ def configuration(run: Run, results: Path, sizes: Sizes) -> dict[str, Any]:
 def execute(run: Run, results: Path, sizes: Sizes) -> bool:
     """Train, or resume; return whether it ended."""
     folder = run.folder(results)
+    file = results / f"{folder.name}.yaml"
+    text = yaml.safe_dump(configuration(run, results, sizes), sort_keys=False)
+    if file.exists() and file.read_text() != text:
+        raise SystemExit(f"{file} is of a run with other settings: choose another --results, or remove it and {folder}")
+    file.write_text(text)
     if ended(folder):
         return True
     folder.mkdir(parents=True, exist_ok=True)
-    file = results / f"{folder.name}.yaml"
-    file.write_text(yaml.safe_dump(configuration(run, results, sizes), sort_keys=False))
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", str(file), "--ckpt_path", "last"]
     with (results / f"{folder.name}.log").open("a") as output:
         code = subprocess.run(
@@ -254,6 +257,8 @@ def main() -> None:
     options = parser.parse_args()
     sizes = SMALL if options.small else WHOLE
     sizes = sizes._replace(steps=options.steps or sizes.steps)
+    if missing := [name for name in ("train.jsonl", "test.jsonl") if not (options.data / name).is_file()]:
+        parser.error(f"{options.data} has no {missing[0]}: get it from https://github.com/openai/grade-school-math")
     results = options.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
     write_rows(options.data, results, sizes)

@@ -90,20 +90,28 @@ def ip(*words: str) -> None:
 def machines(mbit: int) -> Iterator[None]:
     """Make two namespaces with a link of a rate between them."""
     try:
-        for name in NAMES:
-            ip("netns", "add", name)
-        ip("link", "add", "eth0", "netns", NAMES[0], "type", "veth", "peer", "name", "eth0", "netns", NAMES[1])
-        for name, address in zip(NAMES, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            limit = ["tbf", "rate", f"{mbit}mbit", "burst", "256k", "latency", "200ms"]
-            line = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", *limit]
-            subprocess.run(line, check=True, capture_output=True)
+        try:
+            make_link(mbit)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise SystemExit(f"this machine makes no network namespaces, which takes root on Linux: {error}") from None
         yield
     finally:
         for name in NAMES:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def make_link(mbit: int) -> None:
+    """Make the namespaces and the link."""
+    for name in NAMES:
+        ip("netns", "add", name)
+    ip("link", "add", "eth0", "netns", NAMES[0], "type", "veth", "peer", "name", "eth0", "netns", NAMES[1])
+    for name, address in zip(NAMES, ADDRESSES, strict=True):
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        limit = ["tbf", "rate", f"{mbit}mbit", "burst", "256k", "latency", "200ms"]
+        line = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", *limit]
+        subprocess.run(line, check=True, capture_output=True)
 
 
 def seconds(config: dict[str, Any], folder: Path, mbit: int) -> dict[str, float]:

@@ -108,7 +108,8 @@ PROMISES = (
             "tests/faults/test_resume.py::test_ten_kills_of_a_run_on_vllm_change_no_result[0]",
         ),
         lambda m: (
-            f"{sum(m.figures['kills']):.0f} kills, {m.count('file_and_reason|also_verified')} damaged checkpoints; every run had the same bits"
+            f"{sum(m.figures['kills']):.0f} kills; every run had the same bits. "
+            f"{m.count('file_and_reason|also_verified')} damaged checkpoints; each was named"
         ),
         ("tests/faults/test_damage.py", "tests/faults/test_resume.py", "tests/faults/test_signals.py"),
     ),

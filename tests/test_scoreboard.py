@@ -33,6 +33,13 @@ def test_rows_get_the_instruction_and_the_number(data, tmp_path):
     assert len(rows) == scoreboard.SMALL.val_rows
 
 
+def test_missing_file_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scoreboard", "--data", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        scoreboard.main()
+    assert "has no train.jsonl" in capsys.readouterr().err
+
+
 def test_page_has_intervals_over_seeds_published_figures_and_what_did_not_end():
     model = scoreboard.MODELS[0]
     figures = [
@@ -67,6 +74,9 @@ def test_small_form_trains_resumes_and_reports(data, tmp_path):
         done = subprocess.run(command, cwd=scoreboard.ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "ended with" not in done.stdout
+    other = subprocess.run([*command, "--steps", "1"], cwd=scoreboard.ROOT, capture_output=True, text=True, check=False)
+    assert other.returncode == 1
+    assert "is of a run with other settings: choose another --results" in other.stderr
     scores = json.loads((tmp_path / "results/scoreboard.json").read_text())
     assert [run["algorithm"] for run in scores["runs"]] == ["grpo", "ppo"]
     for run in scores["runs"]:

@@ -45,10 +45,7 @@ def hub_error_message(text: str, error: Exception) -> str:
         text: hub id.
         error: exception of the hub's library.
     """
-    if str(error).strip():
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-    else:
-        reason = type(error).__name__
+    reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__

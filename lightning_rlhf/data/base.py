@@ -267,10 +267,7 @@ class RowsDataModule(LightningDataModule):
         """Return a loader of this rank's part of each training batch."""
         rows = self.examples["train"]
         lengths = [self.count_tokens(example) for example in rows]
-        if self.sampler is None:
-            order = None
-        else:
-            order = SamplerOrder(self.sampler, self._sampler_keys, lengths, run_seed())
+        order = None if self.sampler is None else SamplerOrder(self.sampler, self._sampler_keys, lengths, run_seed())
         rank, ranks = self._data_rank()
         return ResumableLoader(
             rows,

@@ -74,10 +74,7 @@ def expand(source: str) -> list[str]:
         files = _expand_url(source)
     else:
         local = str(Path(source).expanduser())
-        if glob.has_magic(local) and not Path(local).exists():
-            files = glob.glob(local, recursive=True)
-        else:
-            files = [local]
+        files = glob.glob(local, recursive=True) if glob.has_magic(local) and not Path(local).exists() else [local]
         if files == [local] and Path(local).is_dir():
             files = _files_of_directory(Path(local))
         files = [path for path in files if Path(path).is_file()]

@@ -181,10 +181,7 @@ def as_reply(value: Any, method: str) -> Reply:
     reward: Any = value.reward
     if not isinstance(reward, Real) or isinstance(reward, bool) or not _is_within(reward, _FLOAT32_MAX):
         raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")
-    if hasattr(value.done, "item"):  # a bool of numpy
-        done = value.done.item()
-    else:
-        done = value.done
+    done = value.done.item() if hasattr(value.done, "item") else value.done  # a bool of numpy
     if not isinstance(done, bool):
         raise InvalidReplyError(f"{method}() returned done={_shown(value.done)}, expected True or False")
     if not isinstance(value.metrics, Mapping):

@@ -154,10 +154,7 @@ class EnvironmentSettings:
             tools = self.schemas if self.arguments.get("role") != "user" else []
             arguments = (tokenizer, self.max_message_tokens, tools, options)
             is_template = self.bridge == "template"
-            if is_template:
-                bridge = TemplateBridge(*arguments)
-            else:
-                bridge = the_offered("renderers")(*arguments, self.renderer)
+            bridge = TemplateBridge(*arguments) if is_template else the_offered("renderers")(*arguments, self.renderer)
         bridge.check()
         return bridge
 

@@ -57,10 +57,7 @@ def gradient_power(
     counts = mask.any(dim=1)
     score_norm = norms.masked_fill(~mask, 0).sum(dim=1)
     advantage_squared = response_mean(advantages, mask).double() ** 2
-    if weights is None:
-        weight_squared = torch.ones_like(score_norm)
-    else:
-        weight_squared = response_mean(weights, mask).double() ** 2
+    weight_squared = torch.ones_like(score_norm) if weights is None else response_mean(weights, mask).double() ** 2
     parts = {
         "gradient_power": weight_squared * advantage_squared * score_norm,
         "advantage_squared_mean": advantage_squared,

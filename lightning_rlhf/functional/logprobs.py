@@ -288,10 +288,7 @@ class _HeadScores(torch.autograd.Function):
             if wants_weight:
                 weight_gradient = add_product(weight_gradient, gradient.to(hidden.dtype).T, states)
         if wants_weight:
-            if weight_gradient is None:
-                weight_gradient = torch.zeros_like(weight)
-            else:
-                weight_gradient = weight_gradient.to(weight.dtype)
+            weight_gradient = torch.zeros_like(weight) if weight_gradient is None else weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None, None

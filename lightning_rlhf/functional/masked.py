@@ -113,8 +113,5 @@ def rewards_at_tokens(
             policy token.
     """
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
-    if step_rewards is None:
-        steps = torch.zeros_like(mask, dtype=reward.dtype)
-    else:
-        steps = step_rewards.to(reward.dtype)
+    steps = torch.zeros_like(mask, dtype=reward.dtype) if step_rewards is None else step_rewards.to(reward.dtype)
     return steps.scatter_add(1, last, (reward - steps.sum(dim=1)).unsqueeze(1))

@@ -8,9 +8,7 @@ transformers passes to every attention layer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_rlhf.batching.packing import PackedLengths
 from lightning_rlhf.models.attention import Attention, set_attention
+from lightning_rlhf.models.packed_calls import ALIGNMENT, layout_of_calls, rounded_up
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, repeated_keys
 from lightning_rlhf.types import expect_shape
 
@@ -38,7 +37,6 @@ _VARLEN_ARGUMENTS = {"scale", "window_size"}  # of torch 2.11 or newer
 _VARLEN_CAPABILITY = (8, 0)  # Ampere
 _VARLEN_WIDTH = 256  # largest number of channels of a head
 _BLOCK = 512  # queries that one mask is for
-_ALIGNMENT = 8  # elements; torch's kernels on GPUs copy masks with other strides
 _UNSUPPORTED = ("s_aux", "position_bias", "cache")  # attention sinks, biases, a cache of earlier tokens
 
 
@@ -87,8 +85,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each text of a packed row; responses to one prompt may share it.
 
-    Prompts of equal length that follow each other share one call of ``scaled_dot_product_attention``, and so do the
-    responses to a prompt; on a GPU in half precision, all share one call of torch's kernel for variable lengths.
+    Texts of similar lengths share one call of ``scaled_dot_product_attention``, with padding. On a GPU in half
+    precision, all share one call of torch's kernel for variable lengths.
 
     Args:
         module: attention layer.
@@ -148,100 +146,31 @@ def _attend_in_row(
     query: Tensor, key: Tensor, value: Tensor, packed_lengths: PackedLengths, options: tuple[Any, ...]
 ) -> Tensor:
     """Return the (1, N, H, E) outputs of a packed row; arguments are those of :func:`packed_attention`."""
-    _, heads, length, width = query.shape
-    expect_shape("the query of a packed row", query, (1, heads, packed_lengths.tokens, width))
+    expect_shape("the query of a packed row", query, (1, query.shape[1], packed_lengths.tokens, query.shape[3]))
     scale, window, softcap = options
     if softcap is None and _has_varlen_kernel(query, value):
         return _varlen(query, key, value, packed_lengths, scale=scale, window=window)
-    prompt_tokens = sum(packed_lengths.prompts)
+    layout = layout_of_calls(packed_lengths, window, query.dtype, query.device)
+    q, k, v = _taken(query, layout.queries), _taken(key, layout.keys), _taken(value, layout.keys)
     # split() instead of slices: the backward pass of each slice would fill a gradient of the whole row with zeros.
-    q_parts, k_parts, v_parts = (
-        tensor.split([prompt_tokens, length - prompt_tokens], dim=2) for tensor in (query, key, value)
-    )
-    outputs = _attend_within(q_parts[0], k_parts[0], v_parts[0], runs_of_equal_length(packed_lengths.prompts), options)
-    if any(packed_lengths.responses):
-        outputs += _attend_to_prompts(query, key, value, packed_lengths, options)
-    return torch.cat(outputs).unsqueeze(0)
-
-
-def _attend_within(
-    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[tuple[int, int]], options: tuple[Any, ...]
-) -> list[Tensor]:
-    """Return the (tokens, H, E) outputs of each run of texts of equal length."""
-    tokens = [count * size for size, count in runs]
+    q_parts = q.split([call.texts * call.queries for call in layout.calls])
+    k_parts, v_parts = (each.split([call.texts * call.keys for call in layout.calls]) for each in (k, v))
     outputs = []
-    parts = zip(query.split(tokens, dim=2), key.split(tokens, dim=2), value.split(tokens, dim=2), runs, strict=True)
-    for q, k, v, (size, count) in parts:
-        rows = (_as_rows(q, count, size), _as_rows(k, count, size), _as_rows(v, count, size))
-        outputs.append(_attend(*rows, *options).transpose(1, 2).flatten(0, 1))
-    return outputs
+    for call, *parts in zip(layout.calls, q_parts, k_parts, v_parts, strict=True):
+        rows = [part.unflatten(0, (call.texts, -1)).transpose(1, 2) for part in parts]
+        if call.mask is None:
+            attended = _attend(*rows, *options)
+        else:
+            attended = _attend_block(rows[0], rows[1], rows[2], call.mask, scale=scale, softcap=softcap)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    output = torch.cat(outputs)
+    return (output if layout.places is None else output.index_select(0, layout.places)).unsqueeze(0)
 
 
-def _attend_to_prompts(
-    query: Tensor, key: Tensor, value: Tensor, lengths: PackedLengths, options: tuple[Any, ...]
-) -> list[Tensor]:
-    """Return the (tokens, H, E) outputs of the responses to each prompt, which also attend to the prompt."""
-    outputs = []
-    for index in _group_indices(lengths, query.device):
-        q = _gather(query, index.queries)
-        k = _gather(key, index.keys)
-        v = _gather(value, index.keys)
-        attended = _attend(q, k, v, *options).transpose(1, 2).flatten(0, 1)
-        outputs.append(attended if index.real is None else attended.index_select(0, index.real))
-    return outputs
-
-
-class _GroupIndex(NamedTuple):
-    """Indices of the responses to one prompt in a packed row, padded to the longest response R.
-
-    Args:
-        queries: (G, R) int64 indices of the responses' tokens; padding repeats the last one.
-        keys: (G, P + R) int64 indices of the prompt's tokens and of the response's.
-        real: indices of tokens that are not padding in (G x R); None without padding.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    real: Tensor | None
-
-
-@lru_cache(maxsize=64)
-def _group_indices(lengths: PackedLengths, device: torch.device) -> list[_GroupIndex]:
-    """Return the indices of each group with responses; computed once for all layers."""
-    groups = []
-    prompt_start = 0
-    start = sum(lengths.prompts)
-    with torch.inference_mode(False):  # a validation may make them, and training use them
-        for prompt, responses in zip(lengths.prompts, lengths.responses, strict=True):
-            if responses:
-                sizes = torch.tensor(responses)
-                steps = torch.arange(int(sizes.max()))
-                starts = start + sizes.cumsum(0) - sizes
-                queries = starts.unsqueeze(1) + torch.minimum(steps, sizes.unsqueeze(1) - 1)
-                prompts = torch.arange(prompt_start, prompt_start + prompt).expand(len(responses), -1)
-                real = (steps < sizes.unsqueeze(1)).flatten().nonzero().squeeze(1)
-                padded = len(set(responses)) > 1
-                keys = torch.cat([prompts, queries], dim=1)
-                groups.append(_GroupIndex(queries.to(device), keys.to(device), real.to(device) if padded else None))
-            prompt_start += prompt
-            start += sum(responses)
-    return groups
-
-
-def _gather(tensor: Tensor, index: Tensor) -> Tensor:
-    """Return (G, H, T, D) the tokens of (1, H, N, D) at (G, T) indices."""
-    return tensor.squeeze(0).index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
-
-
-@lru_cache(maxsize=256)
-def runs_of_equal_length(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return (length, number of texts) of each run of neighbours with the same length."""
-    return tuple((length, len(list(texts))) for length, texts in groupby(lengths))
-
-
-def _as_rows(tensor: Tensor, count: int, length: int) -> Tensor:
-    """Return a (count, H, length, D) view of (1, H, count * length, D)."""
-    return tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1)
+def _taken(tensor: Tensor, index: Tensor | None) -> Tensor:
+    """Return (T, H, D) the tokens of (1, H, N, D) at indices; None is all."""
+    tokens = tensor.squeeze(0).transpose(0, 1)
+    return tokens if index is None else tokens.index_select(0, index)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
@@ -257,12 +186,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, s
     starts = range(before, before + length, _BLOCK)
     # A block's part of the mask begins at a column that depends on the number of keys before the block. All of these
     # numbers leave the same remainder, so that all parts begin at aligned addresses.
-    remainder = before % _ALIGNMENT
-    if window is None:
-        reach = starts[-1]
-    else:
-        reach = min(starts[-1], _rounded_up(window - 1, _ALIGNMENT, remainder))
-    columns = _rounded_up(reach, _BLOCK, remainder)  # rounded, so that texts of many lengths share few masks
+    remainder = before % ALIGNMENT
+    reach = starts[-1] if window is None else min(starts[-1], rounded_up(window - 1, ALIGNMENT, remainder))
+    columns = rounded_up(reach, _BLOCK, remainder)  # rounded, so that texts of many lengths share few masks
     mask = _visible(columns, window, q.dtype, q.device)
     outputs = []
     for start in starts:
@@ -273,11 +199,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, s
         part = mask[:count, columns - (start - first) : columns + count]
         outputs.append(_attend_block(queries, keys, values, part, scale=scale, softcap=softcap))
     return torch.cat(outputs, dim=2)
-
-
-def _rounded_up(number: int, step: int, remainder: int = 0) -> int:
-    """Return the smallest integer from ``number`` on that leaves this remainder when divided by ``step``."""
-    return number + (remainder - number) % step
 
 
 def _attend_block(
@@ -296,7 +217,7 @@ def _attend_block(
     # scaled_dot_product_attention has no soft cap; heads that share a key are neighbours.
     heads = q.shape[1] // k.shape[1]
     logits = q.unflatten(1, (-1, heads)) @ k.unsqueeze(2).transpose(3, 4) * scale
-    logits = softcap * torch.tanh(logits / softcap) + mask
+    logits = softcap * torch.tanh(logits / softcap) + mask.unsqueeze(-3)
     weights = logits.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
     return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
@@ -311,7 +232,7 @@ def _visible(before: int, window: int | None, dtype: torch.dtype, device: torch.
         dtype: dtype of the queries; a mask of another dtype would be copied in each layer.
         device: device of the mask.
     """
-    width = _rounded_up(before + _BLOCK, _ALIGNMENT)
+    width = rounded_up(before + _BLOCK, ALIGNMENT)
     with torch.inference_mode(False):  # a validation may make it, and training use it
         keys = torch.arange(-before, width - before, dtype=torch.int32, device=device)
         distance = torch.arange(_BLOCK, dtype=torch.int32, device=device).unsqueeze(1) - keys

@@ -75,10 +75,7 @@ def check_positions(
     """
     for name, source in roles.items():
         config = source.hf_config()
-        if has_pairs:
-            length = rotary_length(config, "dynamic", "longrope")
-        else:
-            length = rotary_length(config, "dynamic")
+        length = rotary_length(config, "dynamic", "longrope") if has_pairs else rotary_length(config, "dynamic")
         if length is not None and longest_text + response > length:
             raise UsageError(
                 f"{name} scales its rotary positions by the longest text that it is evaluated with, so that texts of "

@@ -62,10 +62,7 @@ def choose_engine(
     """
     gpus = 1
     if vllm_installed() and torch.cuda.is_available():
-        if world_size == 1:
-            gpus = ranks
-        else:
-            gpus = _gpus_for(weight_bytes(config, dtype), ranks, world_size)
+        gpus = ranks if world_size == 1 else _gpus_for(weight_bytes(config, dtype), ranks, world_size)
     engine, reason = _choose(config, gpus, max_tokens)
     shared = max(ranks, gpus) if world_size > 1 else ranks
     return (engine if shared == 1 else SharedEngine(engine, shared)), reason

@@ -247,10 +247,7 @@ class ConversationLoop:
             for skip in (False, True)
         )
         parser = self._settings.parser
-        if parser is None or running.conversation.stop:
-            parsed = ParsedTurn(text)
-        else:
-            parsed = parser(raw, self._tokenizer)
+        parsed = ParsedTurn(text) if parser is None or running.conversation.stop else parser(raw, self._tokenizer)
         return Turn(parsed.text, parsed.calls, parsed.malformed, len(running.turns), raw)
 
     # -- environments -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_rlhf import FromConfig
 from lightning_rlhf.batching.packing import PackedLengths, pack_responses, pack_texts
 from lightning_rlhf.models import packed_attention as module
-from lightning_rlhf.models.packed_attention import ARCHITECTURES, NAME, _attend, packed_attention, runs_of_equal_length
+from lightning_rlhf.models.packed_attention import ARCHITECTURES, NAME, _attend, packed_attention
 from tests.helpers import assert_close
 from tests.stand_ins import VOCABULARY
 
@@ -130,10 +130,6 @@ def test_masks_from_a_validation_can_be_used_in_training():
 def test_configured_attention_implementation_is_used():
     assert source("llama", "sdpa").causal().lm.config._attn_implementation == "sdpa"
     assert source("gpt2", n_embd=32, n_head=2, n_layer=2).causal().lm.config._attn_implementation == "sdpa"
-
-
-def test_runs_of_equal_neighbours_and_their_lengths():
-    assert runs_of_equal_length((4, 4, 2, 4)) == ((4, 2), (2, 1), (4, 1))
 
 
 @pytest.mark.quick_cases(16)

@@ -110,12 +110,14 @@ def test_environment_tokens_are_not_trained_on():
 # -- the reference ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("term", ["kl_reward", "kl_loss"])
-def test_kl_to_a_reference_of_the_same_source_is_exactly_0_at_the_first_step(term):
+# With kl_loss, the actor's log-probs are those of the first update, whose texts share other calls of attention.
+@pytest.mark.parametrize(("term", "rounding"), [("kl_reward", 0.0), ("kl_loss", 1e-6)])
+def test_kl_to_a_reference_of_the_same_source_is_0_at_the_first_step(term, rounding):
     module = ppo("float32", **{term: KLTerm(0.1, "k3")})
     trainer = fit(module, [rollout()])
-    assert torch.equal(module.last_step.experience.old_logprobs, module.last_step.experience.ref_logprobs)
-    assert trainer.callback_metrics["kl/ref"] == 0
+    experience = module.last_step.experience
+    assert_close(experience.old_logprobs, experience.ref_logprobs, rtol=0, atol=rounding)
+    assert abs(trainer.callback_metrics["kl/ref"]) <= rounding
 
 
 def test_reference_is_loaded_only_if_it_is_needed():

@@ -31,6 +31,7 @@ RUNS = {
         f"lightning-rlhf, vLLM, {MKL}": (None, "grpo-mkl"),
         "lightning-rlhf, vLLM, `keep_groups`": (None, "grpo-groups"),
         AHEAD: (None, "grpo-ahead"),
+        f"{AHEAD}, two threads": (None, "grpo-ahead-threads"),
         "lightning-rlhf, vLLM, two threads": (None, "grpo-threads"),
         PEER_ON_TWO_CORES: ("trl", "grpo-vllm-threads"),
         "TRL, transformers": ("trl", "grpo"),
@@ -49,6 +50,18 @@ RUNS = {
     },
     "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft"), f"lightning-rlhf, {MKL}": (None, "sft-mkl")},
     "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo"), f"lightning-rlhf, {MKL}": (None, "dpo-mkl")},
+    "distillation": {
+        "lightning-rlhf, vLLM": (None, "distillation"),
+        "TRL, vLLM": ("trl", "distillation"),
+        f"lightning-rlhf, vLLM, {MKL}": (None, "distillation-mkl"),
+    },
+    **{
+        f"sft-{tokens}": {
+            "lightning-rlhf": (None, f"sft-{tokens}"),
+            "TRL": ("trl", f"sft-{tokens}"),
+        }
+        for tokens in task.LONG_ROWS
+    },
 }
 DIVERGENCE_TOKENS, DIVERGENCE_VOCABULARY = 512, 151_936
 DIVERGENCES = {
@@ -63,6 +76,8 @@ TITLES = {
     "ppo": "PPO with critic and reference: 256 prompts, four updates of actor and critic",
     "sft": "SFT: 64 texts",
     "dpo": "DPO: 64 pairs",
+    "distillation": "On-policy distillation: 64 responses, one update, reverse KL to a teacher of the same size",
+    **{f"sft-{tokens}": f"SFT: one text of {tokens:,} tokens, one layer" for tokens in task.LONG_ROWS},
 }
 
 
@@ -74,9 +89,7 @@ Tried on 25 November 2026, on an AMD EPYC with AVX-512:
   the norms compiled only, a step took 2.9 instead of 3.1 CPU seconds, which is within the range of steps. You can call
   `compile()` on parts of a model in `on_fit_start`.
 - bfloat16 on a CPU (`precision: bf16-mixed`, see SmolLM2). The backward pass of attention takes a fifth of its update.
-  On short texts, torch's kernel takes 4 to 6 times as long there as in float32.
-- Fewer calls of attention. Attention takes 15 % of the updates in the GRPO row, in about 20 calls per layer and pass.
-  We estimate that joining groups would save a few per cent of that, and it would add padding."""
+  On short texts, torch's kernel takes 4 to 6 times as long there as in float32."""
 
 
 def peer_python(name: str, directory: Path) -> Path:
@@ -133,8 +146,10 @@ def per_token(turn: dict[str, Any]) -> float:
 def compare(name: str, directory: Path, rounds: int, steps: int) -> None:
     """Measure all libraries on a task in turns, into files that replace those of earlier calls."""
     for peer, run in RUNS[name].values():
-        for file in directory.glob(f"{peer or 'ours'}-{run}-[0-9]*"):
+        for file in directory.glob(f"{peer or 'ours'}-{run}-[0-9].*"):
             file.unlink()
+    if name == f"sft-{task.LONG_ROWS[-1]}":  # a step takes minutes
+        rounds, steps = 1, 1
     for turn in range(rounds):
         for library, (peer, run) in RUNS[name].items():
             stem = f"{peer or 'ours'}-{run}-{turn}"
@@ -409,7 +424,7 @@ def stored(directory: Path) -> dict[str, Any]:
     )
     here = {"machine": machine(), "commit": commit.stdout.strip() or "unknown", "cpu_seconds": ratios_of(tasks)}
     others = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
-    timed = [*directory.glob("*-[0-9]*.json"), *directory.glob("divergences.json")]
+    timed = [*directory.glob("*-[0-9].json"), *directory.glob("divergences.json")]
     return {
         **here,
         "machines": [here, *(other for other in others if other["machine"] != here["machine"])],
@@ -418,7 +433,7 @@ def stored(directory: Path) -> dict[str, Any]:
         "floors": {
             run: floor_of(models[name], turns)
             for run, (name, turns) in ours.items()
-            if name != "ppo" and not any(kind in run for kind in ("threads", "MKL", "bfloat16"))
+            if name.startswith("grpo") and not any(kind in run for kind in ("threads", "MKL", "bfloat16"))
         },
         "batches": batches,
         "costs": json.loads(costs.read_text()) if costs.exists() else None,
@@ -430,7 +445,7 @@ def stored(directory: Path) -> dict[str, Any]:
 
 def turns_of(peer: str | None, run: str, directory: Path) -> list[dict[str, Any]]:
     """Return the measurements of the turns of a run."""
-    files = sorted(directory.glob(f"{peer or 'ours'}-{run}-[0-9]*.json"))
+    files = sorted(directory.glob(f"{peer or 'ours'}-{run}-[0-9].json"))
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -452,6 +467,8 @@ def main() -> None:
     task.prepare(directory)
     if "grpo-smollm2" in options.tasks:
         task.prepare_sums(directory / task.SUMS.folder)
+    if any(map(task.tokens_of, options.tasks)):
+        task.prepare_long(directory / "long")
     for name in options.tasks:
         compare(name, directory, options.rounds, options.steps)
     if options.costs:

@@ -2,8 +2,9 @@
 
 TASK is grpo, grpo-groups (the responses to a prompt stay in one
 mini-batch), grpo-ahead (they are generated while the module learns), grpo-ahead-groups, grpo-4x and grpo-16x (more
-responses in steps and mini-batches), grpo-smollm2 (with a chat model), grpo-smollm2-padded (with padded rows), ppo, sft
-or dpo; -threads, -bf16 and -mkl at the end are for runs with more threads, in bfloat16, and without oneDNN's products.
+responses in steps and mini-batches), grpo-smollm2 (with a chat model), grpo-smollm2-padded (with padded rows), ppo,
+sft, sft-4096 and others (with one long text in a step), dpo or distillation; -threads, -bf16 and -mkl at the end are
+for runs with more threads, in bfloat16, and without oneDNN's products.
 """
 
 import sys
@@ -23,6 +24,7 @@ from benchmarks.compare import task  # noqa: E402
 from benchmarks.compare.meter import WARM, Meter  # noqa: E402
 from lightning_rlhf import (  # noqa: E402
     ConversationDataModule,
+    DistillationModule,
     DPOModule,
     GRPOModule,
     PPOModule,
@@ -80,13 +82,15 @@ class Metered(Callback):
 def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
     """Return module, data and callbacks of a task."""
     sizes = task.sizes_of(name)
-    directory = directory / sizes.folder
+    long = task.tokens_of(name)
+    directory = directory / (sizes.folder if long is None else "long")
     model, tokenizer = str(directory / "model"), str(directory / "tokenizer")
     optimizer = partial(torch.optim.AdamW, lr=sizes.learning_rate, weight_decay=0.0)
-    if name in ("sft", "dpo"):
-        rows: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": task.ROWS, "max_tokens": 128}
-        if name == "sft":
-            rows |= {"train": str(directory / "problems.jsonl"), "columns": {"completion": "answer"}}
+    if name.startswith("sft") or name == "dpo":
+        size = task.ROWS if name in ("sft", "dpo") else task.SAVED_ROWS if long is None else 1
+        rows: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": size, "max_tokens": long or 128}
+        if name != "dpo":
+            rows |= {"train": str(directory / f"{long or 'problems'}.jsonl"), "columns": {"completion": "answer"}}
             return SFTModule(model, optimizer=optimizer), ConversationDataModule(**rows), []
         rows |= {"train": str(directory / "pairs.jsonl")}
         return DPOModule(model, loss=DPOLoss(task.BETA), optimizer=optimizer), PreferenceDataModule(**rows), []
@@ -104,6 +108,9 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
             packing=not name.endswith("padded"),
             correction=RolloutCorrection("token") if "ahead" in name else None,
         )
+    elif name == "distillation":
+        group = 1
+        module = DistillationModule(model, teacher=model, optimizer=optimizer, minibatch_size=task.DISTILLED)
     else:
         group = 1
         module = PPOModule(
@@ -119,7 +126,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
     data = PromptDataModule(
         train=str(directory / "problems.jsonl"),
         tokenizer=tokenizer,
-        batch_size=times * sizes.responses // group,
+        batch_size=task.DISTILLED if name == "distillation" else times * sizes.responses // group,
         max_tokens=sizes.prompt_tokens,
     )
     loop = RolloutLoop(

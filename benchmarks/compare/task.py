@@ -73,6 +73,18 @@ SUMS = Sizes(
 )
 
 
+DISTILLED = 64  # responses of a step of distillation, all of one update
+LONG_ROWS = (4_096, 16_384, 65_536)  # tokens of the one text of a step
+LONG_ARCHITECTURE = {**ARCHITECTURE, "num_hidden_layers": 1, "max_position_embeddings": 2 * LONG_ROWS[-1]}
+SAVED_ROWS = 8  # of a step of SFT between checkpoints of SmolLM2
+
+
+def tokens_of(run: str) -> int | None:
+    """Return the tokens of the long text of a run, such as sft-4096; None for a run with short texts."""
+    name, _, tokens = run.removesuffix("-mkl").partition("-")
+    return int(tokens) if name == "sft" and tokens.isdigit() else None
+
+
 def sizes_of(run: str) -> Sizes:
     """Return the sizes of a run by its name."""
     return SUMS if "smollm2" in run else CHAINS
@@ -157,6 +169,21 @@ def write_tokenizer(directory: Path) -> None:
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     """Write a JSON Lines file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prepare_long(directory: Path) -> None:
+    """Write a model of one layer with random weights, and long texts."""
+    if (directory / f"{LONG_ROWS[-1]}.jsonl").exists():
+        return
+    from lightning_rlhf import FromConfig
+
+    directory.mkdir(exist_ok=True)
+    write_tokenizer(directory / "tokenizer")
+    FromConfig(LONG_ARCHITECTURE, seed=1).causal().save_pretrained(directory / "model")
+    texts = " ".join(row["answer"] for row in problems(30_000, seed=3))
+    for tokens in LONG_ROWS:
+        rows = [{"prompt": "a:", "answer": texts[first : first + tokens - 4]} for first in range(0, 8_000, 1_000)]
+        write_rows(directory / f"{tokens}.jsonl", rows)
 
 
 def prepare_sums(directory: Path) -> None:

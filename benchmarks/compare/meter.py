@@ -42,7 +42,7 @@ class Meter:
         seconds = 0.0
         for process in self.family():
             times = process.cpu_times()
-            seconds += times.user + times.system
+            seconds += times.user + times.system + times.children_user + times.children_system  # also of ended ones
         return seconds
 
     def peak(self) -> int:

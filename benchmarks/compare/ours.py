@@ -3,8 +3,9 @@
 TASK is grpo, grpo-groups (the responses to a prompt stay in one
 mini-batch), grpo-ahead (they are generated while the module learns), grpo-ahead-groups, grpo-4x and grpo-16x (more
 responses in steps and mini-batches), grpo-smollm2 (with a chat model), grpo-smollm2-padded (with padded rows), ppo,
-sft, sft-4096 and others (with one long text in a step), dpo or distillation; -threads, -bf16 and -mkl at the end are
-for runs with more threads, in bfloat16, and without oneDNN's products.
+sft, sft-4096 and others (with one long text in a step), sft-smollm2, qlora (the same with adapters over weights in 4
+bits), dpo, distillation, images or images-sft; -threads, -bf16 and -mkl at the end are for runs with more threads, in
+bfloat16, and without oneDNN's products.
 """
 
 import sys
@@ -29,16 +30,19 @@ from lightning_rlhf import (  # noqa: E402
     GRPOModule,
     PPOModule,
     PreferenceDataModule,
+    Pretrained,
     PromptDataModule,
     SFTModule,
 )
 from lightning_rlhf.callbacks import RolloutLoop, complete  # noqa: E402
+from lightning_rlhf.models.lora import LoRA  # noqa: E402
 from lightning_rlhf.objectives.advantages import GAE  # noqa: E402
 from lightning_rlhf.objectives.aggregation import TokenMean  # noqa: E402
 from lightning_rlhf.objectives.corrections import RolloutCorrection  # noqa: E402
 from lightning_rlhf.objectives.kl_controllers import KLTerm  # noqa: E402
 from lightning_rlhf.objectives.preference_losses import DPOLoss  # noqa: E402
 from lightning_rlhf.rewards.function import RewardFunction  # noqa: E402
+from lightning_rlhf.tasks.drawings import Numbers, Readings, exact  # noqa: E402
 
 
 class Metered(Callback):
@@ -86,12 +90,15 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
     directory = directory / (sizes.folder if long is None else "long")
     model, tokenizer = str(directory / "model"), str(directory / "tokenizer")
     optimizer = partial(torch.optim.AdamW, lr=sizes.learning_rate, weight_decay=0.0)
-    if name.startswith("sft") or name == "dpo":
+    if name.startswith("images"):
+        return parts_with_images(name, Pretrained(model, train_vision=True), tokenizer, optimizer)
+    if name.startswith("sft") or name in ("dpo", "qlora"):
         size = task.ROWS if name in ("sft", "dpo") else task.SAVED_ROWS if long is None else 1
         rows: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": size, "max_tokens": long or 128}
         if name != "dpo":
             rows |= {"train": str(directory / f"{long or 'problems'}.jsonl"), "columns": {"completion": "answer"}}
-            return SFTModule(model, optimizer=optimizer), ConversationDataModule(**rows), []
+            source = Pretrained(model, lora=LoRA(**task.LORA), quantization="nf4") if name == "qlora" else model
+            return SFTModule(source, optimizer=optimizer), ConversationDataModule(**rows), []
         rows |= {"train": str(directory / "pairs.jsonl")}
         return DPOModule(model, loss=DPOLoss(task.BETA), optimizer=optimizer), PreferenceDataModule(**rows), []
     module: Any
@@ -137,6 +144,30 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
         max_staleness=int("ahead" in name),
     )
     return module, data, [loop]
+
+
+def parts_with_images(name: str, model: Pretrained, tokenizer: str, optimizer: Any) -> tuple[Any, Any, list[Callback]]:
+    """Return module, data and callbacks of a task with pictures; the image encoder is trained too."""
+    sizes = task.IMAGES
+    rows: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": sizes.prompt_tokens}
+    if name == "images-sft":
+        data = ConversationDataModule(train=Readings(task.PICTURES), batch_size=task.ROWS, **rows)
+        return SFTModule(model, optimizer=optimizer), data, []
+    module = GRPOModule(
+        model,
+        kl_loss=KLTerm(0.0),
+        aggregation=TokenMean(),
+        optimizer=optimizer,
+        minibatch_size=sizes.minibatch,
+        correction=None,
+    )
+    loop = RolloutLoop(
+        [RewardFunction(exact)],
+        group_size=sizes.group,
+        max_response_tokens=sizes.response_tokens,
+        validate_at_ends=False,
+    )
+    return module, PromptDataModule(train=Numbers(task.PICTURES), batch_size=sizes.prompts, **rows), [loop]
 
 
 def main(name: str, directory: str, result: str, steps: str) -> None:

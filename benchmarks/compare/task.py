@@ -9,6 +9,8 @@ import json
 import math
 import random
 import runpy
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +53,7 @@ class Sizes:
         minibatch: responses of an update.
         prompt_tokens: longest prompt.
         response_tokens: longest response.
+        peer_rows: responses in a forward pass of TRL, with which it is fastest.
     """
 
     folder: str
@@ -60,6 +63,7 @@ class Sizes:
     prompt_tokens: int
     response_tokens: int
     learning_rate: float
+    peer_rows: int = 64
 
     @property
     def responses(self) -> int:
@@ -69,9 +73,19 @@ class Sizes:
 
 CHAINS = Sizes(folder="", prompts=32, group=8, minibatch=64, prompt_tokens=64, response_tokens=64, learning_rate=1e-4)
 SUMS = Sizes(
-    folder="smollm2", prompts=8, group=8, minibatch=32, prompt_tokens=128, response_tokens=32, learning_rate=1e-5
+    folder="smollm2",
+    prompts=8,
+    group=8,
+    minibatch=32,
+    prompt_tokens=128,
+    response_tokens=32,
+    learning_rate=1e-5,
+    peer_rows=8,
 )
 
+IMAGES = Sizes(
+    folder="images", prompts=32, group=8, minibatch=64, prompt_tokens=32, response_tokens=4, learning_rate=1e-4
+)
 
 DISTILLED = 64  # responses of a step of distillation, all of one update
 LONG_ROWS = (4_096, 16_384, 65_536)  # tokens of the one text of a step
@@ -85,14 +99,19 @@ def tokens_of(run: str) -> int | None:
     return int(tokens) if name == "sft" and tokens.isdigit() else None
 
 
+LORA = {"rank": 16, "alpha": 32}  # adapters of all linear layers over quantized weights
+PICTURES = 2_048  # rows of the tasks with pictures
+
+
 def sizes_of(run: str) -> Sizes:
     """Return the sizes of a run by its name."""
-    return SUMS if "smollm2" in run else CHAINS
+    return IMAGES if run.startswith("images") else SUMS if "smollm2" in run or run == "qlora" else CHAINS
 
 
 # Shared by all libraries: SFT and DPO
 LEARNING_RATE = 1e-4
 ROWS = 64
+PEER_ROWS = 8  # in a forward pass of TRL, with which it is fastest
 BETA = 0.1
 
 
@@ -184,6 +203,33 @@ def prepare_long(directory: Path) -> None:
     for tokens in LONG_ROWS:
         rows = [{"prompt": "a:", "answer": texts[first : first + tokens - 4]} for first in range(0, 8_000, 1_000)]
         write_rows(directory / f"{tokens}.jsonl", rows)
+
+
+def prepare_images(directory: Path) -> None:
+    """Write a vision-language model that has seen some pictures; with random weights, it would write image tokens."""
+    if (directory / "model").exists():
+        return
+    script = Path(__file__).resolve().parents[2] / "examples" / "images" / "make_model.py"
+    directory.mkdir(exist_ok=True)
+    subprocess.run([sys.executable, script, "idefics3", directory / "model"], check=True)
+    (directory / "tokenizer").symlink_to("model")
+    import lightning as L
+    import torch
+
+    from lightning_rlhf import ConversationDataModule, Pretrained, SFTModule
+    from lightning_rlhf.callbacks import complete
+    from lightning_rlhf.tasks.drawings import Readings
+
+    L.seed_everything(1)
+    source = Pretrained(str(directory / "model"), train_vision=True)
+    module = SFTModule(source, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0))
+    data = ConversationDataModule(
+        train=Readings(PICTURES), tokenizer=str(directory / "model"), batch_size=ROWS, max_tokens=IMAGES.prompt_tokens
+    )
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = L.Trainer(max_steps=100, callbacks=complete([]), default_root_dir=directory / "warm", **options)
+    trainer.fit(module, datamodule=data)
+    module.actor.save_pretrained(directory / "model")
 
 
 def prepare_sums(directory: Path) -> None:

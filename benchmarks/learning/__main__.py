@@ -1,8 +1,8 @@
 """Time to accuracy against TRL: ``python -m benchmarks.learning``, or ``make benchmark-learning``; hours on two cores.
 
 Both libraries train the same model on the same rows, with the same number of responses and updates, and the same
-function evaluates both while the clock stands still. The learning rate is swept for each library over the same three
-values with the first seed. The one that reaches the target first is then run with further seeds. Results stay in the
+function evaluates both while the clock stands still. The learning rate is swept for each library over the same values
+with the first seed. The one that reaches the target first is then run with further seeds. Results stay in the
 directory, so a second call goes on where the first one ended. The same command runs on a GPU.
 """
 
@@ -54,7 +54,8 @@ def execute(run: Run, directory: Path, threads: int) -> None:
     if file.exists():
         return
     ours = run.library == "ours"
-    python = sys.executable if ours else str(peer_python("trl", directory))
+    peer = "trl-ppo" if TASKS[run.task].algorithm == "ppo" else "trl"
+    python = sys.executable if ours else str(peer_python(peer, directory))
     command = [python, "-m", f"benchmarks.learning.{'ours' if ours else 'trl_runs'}", run.task, run.variant]
     command += [f"{run.rate:g}", str(run.seed), str(directory), str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
@@ -199,16 +200,21 @@ def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str
 
 HEAD = """# Time to accuracy compared with TRL
 
-How long until your model is better than before? Here both libraries train the same model on the same rows with GRPO,
-and we measure the time until 80 % of the best final accuracy that any of them reached. `make benchmark-learning`
-repeats it on your machine, also on a GPU, and writes this page.
+How long until your model is better than before? Here both libraries train the same model on the same rows, and we
+measure the time until 80 % of the best final accuracy that any of them reached. `make benchmark-learning` repeats it
+on your machine, also on a GPU, and writes this page.
 
-- The same: model, prompts, rewards, responses and updates per step, AdamW, a constant learning rate without warm-up,
-  clip 0.2, no KL, rewards divided by the deviation of their group, LoRA of rank 16 on all linear layers. Everything
-  else is each library's default.
-- The rate of each library is swept over the same three values with seed 1. Shown is the one with which it reached the
-  target first and stayed there until the end, among those that end within 5 % of its best final accuracy. A run that
-  touches the target and falls again has not reached it; "touched" shows when that was.
+- The same: model, prompts, rewards, responses and updates per step, AdamW, a constant learning rate without warm-up.
+  With GRPO also clip 0.2, no KL, rewards divided by the deviation of their group, LoRA of rank 16 on all linear
+  layers. Everything else is each library's default.
+- Defaults that differ: with GRPO, TRL computes the log-probabilities of the responses once more before the update and
+  corrects those of vLLM (`vllm_importance_sampling_correction`), lightning-rlhf takes them from the first update.
+  TRL's vLLM has the same seed in all runs, so that its seeds differ in the order of the prompts and in the adapters.
+  TRL's default on a CPU is bfloat16.
+- The rate of each library is swept over the same values with seed 1. Shown is the one with which it reached the target
+  first and stayed there until the end, among those that end within 5 % of its best final accuracy. We added the 5 %
+  after seeing that the fastest rate made TRL's later seeds fall. A run that touches the target and falls again has not
+  reached it; "touched" shows when that was.
 - One function evaluates both, greedily, on 256 held-out rows, while the clock stands still. Seconds are those from the
   first step on. Intervals are 95 % of Student's t over the seeds.
 - A ratio above 1 means that lightning-rlhf took longer, a dash that a run of one of the two never reached the target.
@@ -223,6 +229,12 @@ TABLE = (
 SWEEP = "| weights | library | rate | CPU s to the target | final accuracy |\n|---|---|---|---|---|"
 SECTION = {
     "addition": "## Addition: a model of 0.4 M parameters\n\n4 prompts with 8 responses each are a step of one update.",
+    "addition-ppo": "## Addition with PPO\n\n32 responses are a step of two updates of actor and critic. TRL 1.12, "
+    "the last release with PPO, generates with transformers.",
+    "addition-sft": "## Addition with SFT\n\n32 right answers are a step.",
+    "addition-dpo": "## Addition with DPO\n\n32 right answers, each beside one that forgets a carry, are a step.",
+    "addition-distillation": "## Addition with distillation\n\nThe teacher is the same model, trained on right answers. "
+    "32 responses of the student are a step, with the reverse KL.",
     "problems": "## Word problems: SmolLM2-135M\n\n8 prompts with 8 responses each are a step of one update.",
 }
 
@@ -232,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--variants", nargs="*", help="such as full-float32; without it, those of each task")
-    parser.add_argument("--seeds", type=int, help="5 for addition and 3 for problems without it")
+    parser.add_argument("--seeds", type=int, help="5 for addition and 3 for others without it")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "learning")
     parser.add_argument("--write", type=Path, help="file that the page is written to")

@@ -1,6 +1,7 @@
 """The tasks whose time to accuracy is measured, and the evaluation that both libraries share.
 
 addition: the quickstart's model of 0.4 M parameters, which often forgets a carry; the reward is 1 for the exact answer.
+addition-ppo, addition-sft, addition-dpo, addition-distillation: the same model and answers with other algorithms.
 problems: SmolLM2-135M-Instruct on word problems after two worked examples; the reward is 1 for the right number.
 """
 
@@ -22,9 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Task:
-    """A task of GRPO; both libraries get the same rows, responses, updates and learning rates.
+    """A task; both libraries get the same rows, responses, updates and learning rates.
 
     Attributes:
+        name: name of its rows and, if it is not GRPO, of its algorithm.
         prompts: prompts of a step, each with ``group`` responses, of which ``minibatch`` make an update.
         every: steps between two evaluations, which do not count as time.
         rates: learning rates that are swept, of all weights and of adapters.
@@ -42,6 +44,16 @@ class Task:
     variants: tuple[str, ...] = field(default=("full-float32", "lora-float32", "full-bfloat16", "lora-bfloat16"))
 
     @property
+    def rows(self) -> str:
+        """Folder of model and rows."""
+        return self.name.partition("-")[0]
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the algorithm."""
+        return self.name.partition("-")[2] or "grpo"
+
+    @property
     def responses(self) -> int:
         """Responses of a step."""
         return self.prompts * self.group
@@ -52,7 +64,19 @@ TASKS = {
     for task in (
         Task(
             "addition", prompts=4, group=8, minibatch=32, prompt_tokens=16, response_tokens=40, steps=16, every=1,
-            rates={"full": (1e-4, 2e-4, 4e-4), "lora": (5e-4, 1e-3, 2e-3)},
+            rates={"full": (5e-5, 1e-4, 2e-4, 4e-4), "lora": (2.5e-4, 5e-4, 1e-3, 2e-3)},
+        ),
+        *(
+            Task(
+                f"addition-{algorithm}", prompts=32, group=1, minibatch=size, prompt_tokens=16, response_tokens=40,
+                steps=steps, every=1, rates={"full": rates}, variants=("full-float32",),
+            )
+            for algorithm, size, steps, rates in (
+                ("ppo", 16, 24, (2e-4, 4e-4, 8e-4)),
+                ("sft", 32, 24, (2e-4, 4e-4, 8e-4)),
+                ("dpo", 32, 16, (2e-5, 5e-5, 1e-4)),
+                ("distillation", 32, 24, (2e-4, 4e-4, 8e-4)),
+            )
         ),
         Task(
             "problems", prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=24, steps=24, every=4,
@@ -61,6 +85,8 @@ TASKS = {
     )
 }  # fmt: skip
 RANK, ALPHA = 16, 32
+BETA = 0.1  # of DPO
+KL, VALUE = 0.05, 0.1  # coefficients of PPO
 
 
 def right_sum(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:
@@ -74,14 +100,55 @@ def right_number(completions: list[str], answer: list[str], finished: list[bool]
     return right(completions, answer, finished)
 
 
-REWARDS: dict[str, Callable[..., list[float]]] = {"addition": right_sum, "problems": right_number}
+REWARDS: dict[str, Callable[..., list[float]]] = {"addition": right_sum, "problems": right_number}  # by rows
 
 
 def prepare(name: str, directory: Path) -> None:
     """Write the model, and train.jsonl and val.jsonl with the columns ``prompt``, a text, and ``answer``."""
-    folder = directory / name
-    if (folder / "val.jsonl").exists():
-        return
+    (directory / name).mkdir(parents=True, exist_ok=True)
+    task = TASKS[name]
+    folder = directory / task.rows
+    if not (folder / "val.jsonl").exists():
+        prepare_rows(task.rows, folder)
+    if task.algorithm == "dpo" and not (folder / "pairs.jsonl").exists():
+        write_pairs(folder / "pairs.jsonl")
+    if task.algorithm == "distillation" and not (folder / "teacher").exists():
+        train_teacher(folder)
+
+
+def write_pairs(path: Path) -> None:
+    """Write right answers beside those that forget a carry."""
+    from lightning_rlhf.tasks.addition import Demonstrations, worked_answer
+
+    rows = []
+    for _, row in Demonstrations(5120, seed=4).rows():
+        prompt, answer = str(row["prompt"]), str(row["completion"])
+        right = worked_answer(int(prompt[:3]), int(prompt[4:7]))
+        if answer != right:
+            rows.append({"prompt": prompt, "chosen": right, "rejected": answer})
+    write(path, rows)
+
+
+def train_teacher(folder: Path) -> None:
+    """Train the model on right answers for a while."""
+    import lightning as L
+
+    from lightning_rlhf import ConversationDataModule, SFTModule
+    from lightning_rlhf.callbacks import complete
+
+    L.seed_everything(1)
+    model = str(folder / "model")
+    module = SFTModule(model, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0))
+    rows = {"train": str(folder / "train.jsonl"), "columns": {"completion": "answer"}}
+    data = ConversationDataModule(**rows, tokenizer=model, batch_size=64, max_tokens=56)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = L.Trainer(max_steps=200, callbacks=complete([]), default_root_dir=folder / "teaching", **options)
+    trainer.fit(module, datamodule=data)
+    module.actor.save_pretrained(folder / "teacher")
+
+
+def prepare_rows(name: str, folder: Path) -> None:
+    """Write model and rows."""
     folder.mkdir(parents=True, exist_ok=True)
     if name == "addition":
         from lightning_rlhf.tasks.addition import Problems
@@ -124,8 +191,8 @@ class Evaluation:
 
     def __init__(self, name: str, directory: Path, tokenizer: Any, rows: int = 256) -> None:
         self.task, self.tokenizer = TASKS[name], tokenizer
-        self.reward = REWARDS[name]
-        drawn = read(directory / name / "val.jsonl")
+        self.reward = REWARDS[self.task.rows]
+        drawn = read(directory / self.task.rows / "val.jsonl")
         self.rows = random.Random(0).sample(drawn, min(rows, len(drawn)))
         self.texts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in self.rows]
 

@@ -1,7 +1,8 @@
 """Train with TRL: ``python -m benchmarks.learning.trl_runs TASK VARIANT RATE SEED DIRECTORY RESULT``.
 
-Runs in the virtual environment of the peers. TRL's defaults for GRPO stay (loss ``dapo``, beta 0, rewards scaled by the
-group, vLLM's log-probabilities corrected by sequence); where both libraries need a number, it is that of the task.
+Runs in the virtual environment of the peers, PPO in that of TRL 1.12. TRL's defaults for GRPO stay (loss ``dapo``, beta
+0, rewards scaled by the group, vLLM's log-probabilities corrected by sequence); where both libraries need a number, it
+is that of the task.
 """
 
 import json
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import trl_runs  # noqa: F401  (sets the environment of vLLM before anything imports it)
+from benchmarks.compare import trl_runs  # sets the environment of vLLM before anything imports it
 
 import torch  # isort: skip
 from datasets import Dataset
@@ -30,40 +31,39 @@ class Points(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Evaluate before anything is generated, then let the time run."""
         self.curve.start()
-        self.curve.point(0, model)
+        self.curve.point(0, getattr(model, "policy", model))  # of PPO
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Evaluate after a step."""
         if state.global_step % self.updates == 0:
-            self.curve.point(state.global_step // self.updates, model, self.measured.get("reward", float("nan")))
+            policy = getattr(model, "policy", model)
+            self.curve.point(state.global_step // self.updates, policy, self.measured.get("reward", float("nan")))
 
 
-def main(name: str, variant: str, rate: str, seed: str, directory: str, result: str) -> None:
-    """Train and write the curve."""
+def vllm_of(task: tasks.Task) -> dict[str, Any]:
+    """Return the arguments of trainers that generate with vLLM."""
+    return {
+        "max_completion_length": task.response_tokens,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3 if torch.cuda.is_available() else 0.1,
+        "vllm_max_model_length": task.prompt_tokens + task.response_tokens,
+    }
+
+
+def grpo(task: tasks.Task, folder: Path, weights: str, arguments: dict[str, Any], curve: tasks.Curve) -> None:
+    """Train with GRPO."""
     from trl import GRPOConfig, GRPOTrainer
 
-    task, folder, (weights, dtype) = tasks.TASKS[name], Path(directory) / name, variant.split("-")
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        score_only_responses()
-        patch_vllm(dtype)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = curve.evaluation.tokenizer
     updates = task.responses // task.minibatch
-    arguments = common(
-        Path(result).with_suffix(""), task.steps * updates, task.minibatch, float(rate), dtype == "bfloat16"
-    )
-    arguments |= {"seed": int(seed), "use_cpu": not on_gpu}
-    arguments |= {"steps_per_generation": updates, "num_generations": task.group}
-    arguments |= {"max_completion_length": task.response_tokens, "use_vllm": True, "vllm_mode": "colocate"}
-    arguments |= {"vllm_gpu_memory_utilization": 0.3 if on_gpu else 0.1}
-    arguments |= {"vllm_max_model_length": task.prompt_tokens + task.response_tokens}
     measured: dict[str, float] = {}
 
     def reward(
         completions: list[str], answer: list[str], completion_ids: list[list[int]], **columns: Any
     ) -> list[float]:
         finished = [tokens[-1:] == [tokenizer.eos_token_id] for tokens in completion_ids]
-        rewards = tasks.REWARDS[name](completions, answer, finished)
+        rewards = tasks.REWARDS[task.rows](completions, answer, finished)
         measured["reward"] = sum(rewards) / len(rewards)
         return rewards
 
@@ -72,8 +72,9 @@ def main(name: str, variant: str, rate: str, seed: str, directory: str, result: 
         from peft import LoraConfig
 
         adapters = LoraConfig(r=tasks.RANK, lora_alpha=tasks.ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    curve = tasks.Curve(tasks.Evaluation(name, Path(directory), tokenizer), Meter(Path(result)), task.every)
-    trainer = GRPOTrainer(
+    arguments |= {**vllm_of(task), "max_steps": task.steps * updates, "per_device_train_batch_size": task.minibatch}
+    arguments |= {"steps_per_generation": updates, "num_generations": task.group}
+    GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         args=GRPOConfig(**arguments),
         train_dataset=Dataset.from_list(tasks.read(folder / "train.jsonl")),
@@ -81,8 +82,64 @@ def main(name: str, variant: str, rate: str, seed: str, directory: str, result: 
         processing_class=tokenizer,
         peft_config=adapters,
         callbacks=[Points(curve, updates, measured)],
-    )
-    trainer.train()
+    ).train()
+
+
+def ppo(task: tasks.Task, folder: Path, arguments: dict[str, Any], curve: tasks.Curve) -> None:
+    """Train with PPO."""
+    tokenizer, rows = curve.evaluation.tokenizer, tasks.read(folder / "train.jsonl")
+    answers = {row["prompt"]: row["answer"] for row in rows}
+
+    def reward(prompt: str, response: str, finished: bool) -> float:
+        return tasks.REWARDS[task.rows]([response], [answers[prompt]], [finished])[0]
+
+    arguments |= {"num_mini_batches": task.responses // task.minibatch, "num_ppo_epochs": 1, "max_steps": -1}
+    arguments |= {"total_episodes": task.steps * task.responses, "response_length": task.response_tokens}
+    arguments |= {"kl_coef": tasks.KL, "vf_coef": tasks.VALUE, "local_rollout_forward_batch_size": task.responses}
+    judge = trl_runs.reward_as_model(tokenizer, "=", reward, trl_runs.Seen())
+    parts = {"reward_model": judge, "callbacks": [Points(curve, 1, {})]}
+    trl_runs.ppo_trainer(folder / "model", tokenizer, rows, arguments, **parts).train()
+
+
+def others(task: tasks.Task, folder: Path, arguments: dict[str, Any], curve: tasks.Curve) -> None:
+    """Train with SFT, DPO or distillation."""
+    import trl
+
+    rows = tasks.read(folder / ("pairs.jsonl" if task.algorithm == "dpo" else "train.jsonl"))
+    parts: dict[str, Any] = {"processing_class": curve.evaluation.tokenizer, "callbacks": [Points(curve, 1, {})]}
+    parts["model"] = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    trainer: Any
+    if task.algorithm == "sft":
+        rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+        trainer, parts["args"] = trl.SFTTrainer, trl.SFTConfig(**arguments)
+    elif task.algorithm == "dpo":
+        trainer, parts["args"] = trl.DPOTrainer, trl.DPOConfig(**arguments, beta=tasks.BETA)
+    else:
+        rows = [{"prompt": row["prompt"]} for row in rows]
+        trainer = trl.DistillationTrainer
+        parts["args"] = trl.DistillationConfig(**arguments, **vllm_of(task), beta=1.0)
+        parts["teacher_model"] = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+    trainer(**parts, train_dataset=Dataset.from_list(rows)).train()
+
+
+def main(name: str, variant: str, rate: str, seed: str, directory: str, result: str) -> None:
+    """Train and write the curve."""
+    task, (weights, dtype) = tasks.TASKS[name], variant.split("-")
+    folder = Path(directory) / task.rows
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and task.algorithm != "ppo":
+        score_only_responses()
+        patch_vllm(dtype)
+    arguments = common(Path(result).with_suffix(""), task.steps, task.responses, float(rate), dtype == "bfloat16")
+    arguments |= {"seed": int(seed), "use_cpu": not on_gpu}
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    curve = tasks.Curve(tasks.Evaluation(name, Path(directory), tokenizer), Meter(Path(result)), task.every)
+    if task.algorithm == "grpo":
+        grpo(task, folder, weights, arguments, curve)
+    elif task.algorithm == "ppo":
+        ppo(task, folder, arguments, curve)
+    else:
+        others(task, folder, arguments, curve)
     Path(result).write_text(json.dumps(curve.points))
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads would keep the process

@@ -233,8 +233,8 @@ SECTION = {
     "the last release with PPO, generates with transformers.",
     "addition-sft": "## Addition with SFT\n\n32 right answers are a step.",
     "addition-dpo": "## Addition with DPO\n\n32 right answers, each beside one that forgets a carry, are a step.",
-    "addition-distillation": "## Addition with distillation\n\nThe teacher is the same model, trained on right answers. "
-    "32 responses of the student are a step, with the reverse KL.",
+    "addition-distillation": "## Addition with distillation\n\nThe teacher is the same model, trained on right "
+    "answers. 32 responses of the student are a step, with the reverse KL.",
     "problems": "## Word problems: SmolLM2-135M\n\n8 prompts with 8 responses each are a step of one update.",
 }
 

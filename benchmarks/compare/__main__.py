@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import task
+from benchmarks.compare import task, tools
 from tests.proofs import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +56,7 @@ RUNS = {
         f"lightning-rlhf, vLLM, {MKL}": (None, "distillation-mkl"),
     },
     "qlora": {"lightning-rlhf": (None, "qlora"), "TRL": ("trl", "qlora")},
+    "tools": {"lightning-rlhf, vLLM": (None, "tools"), "TRL, vLLM": ("trl", "tools")},
     "images": {"lightning-rlhf, vLLM": (None, "images"), "TRL, vLLM": ("trl", "images")},
     "images-sft": {"lightning-rlhf": (None, "images-sft"), "TRL": ("trl", "images-sft")},
     **{
@@ -88,6 +89,7 @@ TITLES = {
     "dpo": "DPO: 64 pairs",
     "distillation": "On-policy distillation: 64 responses, one update, reverse KL to a teacher of the same size",
     "qlora": "SFT of SmolLM2-135M with QLoRA: 8 texts, weights in 4 bits (NF4), adapters of rank 16",
+    "tools": "GRPO with a tool: 16 prompts, 8 conversations of two turns from each, two updates",
     "images": "GRPO with pictures: 32 prompts, 8 responses to each, four updates, a small Idefics3",
     "images-sft": "SFT with pictures: 64 texts, a small Idefics3",
     **{f"sft-{tokens}": f"SFT: one text of {tokens:,} tokens, one layer" for tokens in task.LONG_ROWS},
@@ -543,6 +545,8 @@ def main() -> None:
     task.prepare(directory)
     if {"grpo-smollm2", "qlora"} & set(options.tasks):
         task.prepare_sums(directory / task.SUMS.folder)
+    if "tools" in options.tasks:
+        tools.prepare(directory / "tools")
     if any(name.startswith("images") for name in options.tasks):
         task.prepare_images(directory / task.IMAGES.folder)
     if any(map(task.tokens_of, options.tasks)):

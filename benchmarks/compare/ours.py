@@ -21,7 +21,7 @@ import lightning as L  # noqa: E402
 import torch  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
 
-from benchmarks.compare import task  # noqa: E402
+from benchmarks.compare import task, tools  # noqa: E402
 from benchmarks.compare.meter import WARM, Meter  # noqa: E402
 from lightning_rlhf import (  # noqa: E402
     ConversationDataModule,
@@ -90,6 +90,8 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
     directory = directory / (sizes.folder if long is None else "long")
     model, tokenizer = str(directory / "model"), str(directory / "tokenizer")
     optimizer = partial(torch.optim.AdamW, lr=sizes.learning_rate, weight_decay=0.0)
+    if name == "tools":
+        return tools.ours(directory / "tools", optimizer)
     if name.startswith("images"):
         return parts_with_images(name, Pretrained(model, train_vision=True), tokenizer, optimizer)
     if name.startswith("sft") or name in ("dpo", "qlora"):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz.?,\n:"
 PAD, BOS, END, UNKNOWN = range(4)
@@ -183,6 +184,11 @@ def write_tokenizer(directory: Path) -> None:
         padding_side="left",
         model_max_length=512,
     ).save_pretrained(directory)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Read a JSON Lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

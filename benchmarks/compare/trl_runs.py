@@ -6,7 +6,6 @@ for runs with more threads and in bfloat16. Runs in the virtual environment of t
 last release that has it, and its reward function takes the place of the reward model; all others are those of TRL 1.16.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -33,8 +32,9 @@ from transformers import (
     TrainerCallback,
 )
 
-from benchmarks.compare import task
+from benchmarks.compare import task, tools
 from benchmarks.compare.meter import WARM, Meter
+from benchmarks.compare.task import rows_of
 
 
 class Metered(TrainerCallback):
@@ -54,11 +54,6 @@ class Metered(TrainerCallback):
         """End a step."""
         if state.global_step % self.every == 0:
             self.meter.mark(**self.measured)
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    """Read a JSON Lines file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def common(
@@ -423,6 +418,13 @@ def main(name: str, directory: str, result: str, steps: str) -> None:
     elif name.startswith("grpo"):
         score_only_responses()
         grpo(Path(directory), meter, total, name)
+    elif name == "tools":
+        score_only_responses()
+        patch_vllm("float32")
+        measured: dict[str, float] = {}
+        updates = tools.PROMPTS * tools.GROUP // tools.MINIBATCH
+        arguments = common(Path(directory), total * updates, tools.MINIBATCH) | {"steps_per_generation": updates}
+        tools.trl(Path(directory) / "tools", arguments, [Metered(meter, updates, measured)], measured).train()
     elif name.startswith("images"):
         images(name, Path(directory), meter, total)
     elif name == "distillation":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.compare.__main__ import peer_python
-from benchmarks.learning.tasks import TASKS, Task, prepare
+from benchmarks.learning.tasks import GYM, TASKS, Task, prepare
 from tests.proofs import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,6 +236,8 @@ SECTION = {
     "addition-distillation": "## Addition with distillation\n\nThe teacher is the same model, trained on right "
     "answers. 32 responses of the student are a step, with the reverse KL.",
     "problems": "## Word problems: SmolLM2-135M\n\n8 prompts with 8 responses each are a step of one update.",
+    "chainsum": "## reasoning-gym, chain_sum: SmolLM2-135M\n\nSums of two or three numbers, otherwise as above.",
+    "backward": "## reasoning-gym, spell_backward: SmolLM2-135M\n\nWords of three or four letters, otherwise as above.",
 }
 
 
@@ -244,13 +246,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--variants", nargs="*", help="such as full-float32; without it, those of each task")
-    parser.add_argument("--seeds", type=int, help="5 for addition and 3 for others without it")
+    parser.add_argument("--seeds", type=int, help="without it, 5 for addition and reasoning-gym, 3 for others")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "learning")
     parser.add_argument("--write", type=Path, help="file that the page is written to")
     options = parser.parse_args()
     directory = options.directory.resolve()
-    seeds = {name: options.seeds or (5 if name == "addition" else 3) for name in TASKS}
+    seeds = {name: options.seeds or (5 if name in ("addition", *GYM) else 3) for name in TASKS}
     for name in options.tasks:
         prepare(name, directory)
         task: Any = TASKS[name]

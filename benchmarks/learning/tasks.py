@@ -3,6 +3,7 @@
 addition: the quickstart's model of 0.4 M parameters, which often forgets a carry; the reward is 1 for the exact answer.
 addition-ppo, addition-sft, addition-dpo, addition-distillation: the same model and answers with other algorithms.
 problems: SmolLM2-135M-Instruct on word problems after two worked examples; the reward is 1 for the right number.
+chainsum, backward: SmolLM2-135M-Instruct on two tasks of the package reasoning-gym after two worked examples.
 """
 
 import json
@@ -82,6 +83,14 @@ TASKS = {
             "problems", prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=24, steps=24, every=4,
             rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, variants=("full-float32", "lora-bfloat16"),
         ),
+        *(
+            Task(
+                name, prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=12, steps=24, every=4,
+                rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)},
+                variants=("full-float32", "lora-bfloat16"),
+            )
+            for name in ("chainsum", "backward")
+        ),
     )
 }  # fmt: skip
 RANK, ALPHA = 16, 32
@@ -100,7 +109,14 @@ def right_number(completions: list[str], answer: list[str], finished: list[bool]
     return right(completions, answer, finished)
 
 
-REWARDS: dict[str, Callable[..., list[float]]] = {"addition": right_sum, "problems": right_number}  # by rows
+# By the name of the rows
+REWARDS: dict[str, Callable[..., list[float]]] = {
+    "addition": right_sum, "problems": right_number, "chainsum": right_sum, "backward": right_sum,
+}  # fmt: skip
+GYM: dict[str, tuple[str, dict[str, Any]]] = {
+    "chainsum": ("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}),
+    "backward": ("spell_backward", {"min_word_len": 3, "max_word_len": 4}),
+}
 
 
 def prepare(name: str, directory: Path) -> None:
@@ -165,6 +181,9 @@ def prepare_rows(name: str, folder: Path) -> None:
 
     examples = ROOT / "examples/smollm2"
     runpy.run_path(str(examples / "make_model.py"))["main"](str(folder / "model"))
+    if name in GYM:
+        write_gym(name, folder, AutoTokenizer.from_pretrained(folder / "model"))
+        return
     subprocess.run([sys.executable, examples / "word_problems.py", folder / "messages"], check=True)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     for file in ("train", "val"):
@@ -174,6 +193,30 @@ def prepare_rows(name: str, folder: Path) -> None:
             folder / f"{file}.jsonl",
             [{"prompt": text, "answer": row["answer"]} for text, row in zip(texts, rows, strict=True)],
         )
+
+
+def write_gym(name: str, folder: Path, tokenizer: Any) -> None:
+    """Write questions of reasoning-gym after two worked examples."""
+    from lightning_rlhf.extras.environments.reasoning_gym import ReasoningGym
+
+    dataset, arguments = GYM[name]
+    for file, count, seed in (("train", 2_000, 1), ("val", 256, 2)):
+        drawn = [row for _, row in ReasoningGym(dataset, count + 2, seed, arguments).rows()]
+        turns = [
+            {"role": role, "content": str(row[column])}
+            for row in drawn[:2]
+            for role, column in (("user", "prompt"), ("assistant", "answer"))
+        ]
+        rows = [
+            {
+                "prompt": tokenizer.apply_chat_template(
+                    [*turns, {"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True
+                ),
+                "answer": str(row["answer"]),
+            }
+            for row in drawn[2:]
+        ]
+        write(folder / f"{file}.jsonl", rows)
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:

@@ -30,7 +30,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies import ranks
 
 SETTINGS = "optimizer.json"
-_FILE_BYTES = 1 << 30  # approximate size of a file, which is assembled in memory before it is written
+_FILE_BYTES = 1 << 28  # approximate size of a file, of which torch holds two copies in memory until it is written
 
 
 @dataclass(frozen=True)

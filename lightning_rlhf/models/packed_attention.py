@@ -246,9 +246,8 @@ def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
     It needs float16 or bfloat16, an NVIDIA GPU of the Ampere generation or newer, heads of at most 256 channels, and
     a torch whose function takes the scale and the window; 2.10 does not.
     """
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if max(query.shape[-1], value.shape[-1]) > _VARLEN_WIDTH:
+    is_half = query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+    if not is_half or max(query.shape[-1], value.shape[-1]) > _VARLEN_WIDTH:
         return False
     return _varlen_arguments() >= _VARLEN_ARGUMENTS and _capability(query.device) >= _VARLEN_CAPABILITY
 

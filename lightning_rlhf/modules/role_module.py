@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +208,13 @@ class RoleModule(LightningModule):
     @property
     def image_tokens(self) -> tuple[int, ...]:
         """Tokens that stand for images in the data. No response contains them. Empty if your data contain no images."""
-        trainer: Any = trainer_of(self)
-        if getattr(getattr(trainer, "datamodule", None), "image_store", None) is None:
-            return ()
+        data = getattr(trainer_of(self), "datamodule", None)
+        return () if getattr(data, "image_store", None) is None else (self._image_token,)
+
+    @cached_property
+    def _image_token(self) -> int:
         source = self.sources.get("actor") or next(iter(self.sources.values()))
-        return (int(source.hf_config().image_token_id),)
+        return int(source.hf_config().image_token_id)
 
     def _prepare_for_images(self) -> None:
         """Set the tokens that no response contains, and keep the features of frozen image encoders."""

@@ -100,7 +100,7 @@ def prepare(directory: Path) -> None:
     )  # fmt: skip
     tokenizer.add_tokens(list(SPECIAL[4:]))
     tokenizer.save_pretrained(directory / "tokenizer")
-    for name, rows in (("problems", problems(4_000, seed=1)), ("demonstrations", demonstrations(8_000, seed=2))):
+    for name, rows in (("problems", problems(4_000, seed=1)), ("demonstrations", demonstrations(9_600, seed=2))):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     L.seed_everything(1)
     module = SFTModule(
@@ -108,11 +108,11 @@ def prepare(directory: Path) -> None:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0),
     )
     data = ConversationDataModule(
-        train=str(directory / "demonstrations.jsonl"), tokenizer=str(directory / "tokenizer"), batch_size=64,
+        train=str(directory / "demonstrations.jsonl"), tokenizer=str(directory / "tokenizer"), batch_size=32,
         max_tokens=PROMPT_TOKENS + RESPONSE_TOKENS,
     )  # fmt: skip
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = L.Trainer(max_steps=120, callbacks=complete([]), default_root_dir=directory / "warm", **options)
+    trainer = L.Trainer(max_steps=300, callbacks=complete([]), default_root_dir=directory / "warm", **options)
     trainer.fit(module, datamodule=data)
     module.actor.save_pretrained(directory / "model")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import __main__ as command
-from benchmarks.compare import costs, task
+from benchmarks.compare import costs, task, tools
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning.tasks import TASKS
 
@@ -32,6 +32,8 @@ TARGETS = {
 MODULES = {
     **dict.fromkeys(("compare/__main__", "compare/ours", "compare/task", "compare/meter"), "test_benchmark"),
     **dict.fromkeys(("compare/costs", "compare/divergence", "compare/floor", "compare/head_memory"), "here"),
+    "compare/tools": "test_benchmark",
+    "compare/lifecycle": "test_benchmark_of_start_checkpoints_and_resume",
     "compare/servers": "test_benchmark_of_servers",
     **dict.fromkeys(("learning/__main__", "learning/ours", "learning/tasks"), "test_benchmark_of_learning"),
     "learning/__init__": "empty",
@@ -65,6 +67,7 @@ def prepared(tmp_path_factory):
     """A directory with the data of the benchmark, and a model that was trained for some steps."""
     directory = tmp_path_factory.mktemp("benchmark")
     task.prepare(directory, warm_steps=20)  # responses that end
+    tools.prepare(directory / "tools", warm_steps=5)
     return directory
 
 
@@ -77,7 +80,9 @@ def test_every_target_and_module_is_run_by_a_test():
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo"])
+@pytest.mark.parametrize(
+    "name", ["sft", "sft-4096", "dpo", "grpo", "ppo", "distillation", "tools", "images", "images-sft"]
+)
 def test_benchmark(prepared, monkeypatch, tmp_path, name):
     kinds = {"lightning-rlhf": (None, name), "again": (None, name)}
     monkeypatch.setattr(command, "RUNS", {name: kinds})
@@ -88,6 +93,19 @@ def test_benchmark(prepared, monkeypatch, tmp_path, name):
     lines = page.read_text().splitlines()
     assert sum(line.startswith(("| lightning-rlhf | 1 |", "| again | 1 |")) for line in lines) == 2
     assert any(line.startswith("| grpo, lightning-rlhf |") for line in lines) == (name == "grpo")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_benchmark_of_start_checkpoints_and_resume(prepared, monkeypatch):
+    (prepared / "smollm2").mkdir(exist_ok=True)
+    for name in ("model", "tokenizer", "problems.jsonl"):  # the small model in the place of SmolLM2
+        (prepared / "smollm2" / name).symlink_to(prepared / name)
+    for part in ("start-sft", "save", "resume"):
+        run("-m", "benchmarks.compare.lifecycle", "ours", part, prepared, prepared / f"{part}.json")
+        measured = json.loads((prepared / f"{part}.json").read_text())
+        assert all(value > 0 for value in measured.values())
+        assert ("wait" in measured) == (part == "save")
 
 
 @pytest.mark.slow
@@ -125,9 +143,10 @@ def curve(*accuracies):
 
 
 def test_page_of_learning_shows_the_first_to_reach_the_target_and_who_does_not(monkeypatch, tmp_path):
-    monkeypatch.setattr(learning, "TASKS", {"addition": replace(TASKS["addition"], variants=("full-float32",))})
     (tmp_path / "addition").mkdir()
-    runs = learning.sweep(TASKS["addition"], "full-float32")
+    small = replace(TASKS["addition"], variants=("full-float32",), rates={"full": (1e-4, 2e-4, 4e-4)})
+    monkeypatch.setattr(learning, "TASKS", {"addition": small})
+    runs = learning.sweep(small, "full-float32")
     curves = {"ours": [(0.2, 0.9, 0.4), (0.2, 0.9, 1.0), (0.2, 0.7, 0.9)],  # the first touches the target and falls
               "trl": [(0.2, 0.3, 0.9), (0.2, 0.2, 0.2), (0.2, 0.1, 0.1)]}  # fmt: skip
     for library, group in runs.items():

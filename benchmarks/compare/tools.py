@@ -77,7 +77,7 @@ def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def prepare(directory: Path) -> None:
+def prepare(directory: Path, warm_steps: int = 300) -> None:
     """Write tokenizer, rows and a small model that has seen conversations."""
     if (directory / "model").exists():
         return
@@ -112,7 +112,7 @@ def prepare(directory: Path) -> None:
         max_tokens=PROMPT_TOKENS + RESPONSE_TOKENS,
     )  # fmt: skip
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = L.Trainer(max_steps=300, callbacks=complete([]), default_root_dir=directory / "warm", **options)
+    trainer = L.Trainer(max_steps=warm_steps, callbacks=complete([]), default_root_dir=directory / "warm", **options)
     trainer.fit(module, datamodule=data)
     module.actor.save_pretrained(directory / "model")
 

@@ -310,7 +310,7 @@ class Seen:
     tokens: int = 0
 
     def take(self) -> dict[str, float]:
-        """Return their figures and begin anew; none without texts."""
+        """Return their figures, and forget them; none without texts."""
         if not self.rewards:
             return {}
         taken = {"tokens": float(self.tokens), "reward": sum(self.rewards) / len(self.rewards)}

@@ -151,10 +151,10 @@ def _attend_in_row(
     if softcap is None and _has_varlen_kernel(query, value):
         return _varlen(query, key, value, packed_lengths, scale=scale, window=window)
     layout = layout_of_calls(packed_lengths, window, query.dtype, query.device)
-    q, k, v = _taken(query, layout.queries), _taken(key, layout.keys), _taken(value, layout.keys)
     # split() instead of slices: the backward pass of each slice would fill a gradient of the whole row with zeros.
-    q_parts = q.split([call.texts * call.queries for call in layout.calls])
-    k_parts, v_parts = (each.split([call.texts * call.keys for call in layout.calls]) for each in (k, v))
+    q_parts = _taken(query, layout.queries).split([call.texts * call.queries for call in layout.calls])
+    tokens = [call.texts * call.keys for call in layout.calls]
+    k_parts, v_parts = (_taken(each, layout.keys).split(tokens) for each in (key, value))
     outputs = []
     for call, *parts in zip(layout.calls, q_parts, k_parts, v_parts, strict=True):
         rows = [part.unflatten(0, (call.texts, -1)).transpose(1, 2) for part in parts]

@@ -78,8 +78,8 @@ def layout_of_calls(lengths: PackedLengths, window: int | None, dtype: torch.dty
     calls: list[Call] = []
     queries: list[Tensor] = []
     keys: list[Tensor] = []
-    places = torch.zeros(lengths.tokens, dtype=torch.int64)
     with torch.inference_mode(False):  # a validation may make it, and training use it
+        places = torch.zeros(lengths.tokens, dtype=torch.int64)
         for texts in texts_of_calls(lengths):
             prompts, tokens, prompt_starts, starts = torch.tensor(texts).T.unsqueeze(2)
             before, longest = int(prompts.max()), int(tokens.max())

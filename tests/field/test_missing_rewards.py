@@ -64,7 +64,8 @@ def test_a_step_is_the_same_without_the_response(estimator):
     whole, metrics = step(estimator, StepRollout(part, greedy))
     without, expected = step(estimator, StepRollout(rollout[~MISSING], greedy))
     for name, weight in whole.state_dict().items():
-        assert_close(weight, without.state_dict()[name])
+        # Attention sums in another order beside other texts.
+        assert_close(weight, without.state_dict()[name], rtol=0, atol=1e-6)
     assert metrics["reward/missing_fraction"] == pytest.approx(1 / 3)
     judged = ("reward/", "advantage/", "return/", "group/", "loss/", "grad_norm/")
     for name in expected:

@@ -12,6 +12,7 @@ from lightning_rlhf.extras.plan.activations import Pass
 from lightning_rlhf.extras.plan.architecture import architecture
 from lightning_rlhf.extras.plan.setup import Role, Run, Work, precision, strategy
 from lightning_rlhf.extras.plan.traffic import traffic
+from lightning_rlhf.models import packed_calls
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch, UnpairedBatch
 from tests.extras.plan.fakes import saved_by, source
@@ -41,8 +42,18 @@ def module_of(kind, budget, layers=2):
     return module, PreferenceBatch(sequences(LENGTH), sequences(LENGTH - 9), torch.zeros(ROWS))
 
 
+@pytest.fixture
+def without_padding(monkeypatch):
+    """Attention in float32 where texts of unlike lengths do not share a call, which would pad them."""
+    monkeypatch.setattr(packed_calls, "_share_a_call", lambda texts: len({text.tokens for text in texts}) == 1)
+    packed_calls.layout_of_calls.cache_clear()
+    yield
+    packed_calls.layout_of_calls.cache_clear()
+
+
 @pytest.mark.parametrize("budget", [LENGTH, 4 * LENGTH, 5 * LENGTH])
 @pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.usefixtures("without_padding")
 def test_layer_saves_the_planned_bytes_of_a_micro_batch(kind, budget):
     """Exact: both texts of each pair without padding, and nothing for the reference."""
     saved = {}

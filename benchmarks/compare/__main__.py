@@ -425,7 +425,9 @@ def machines_section(machines: list[dict[str, Any]]) -> list[str]:
     ]
     for place in machines:
         for name, row in place["cpu_seconds"].items():
-            ours, peer = next(iter(row)), next(library for library in row if library.startswith("TRL"))
+            ours, peer = next(iter(row)), next((library for library in row if library.startswith("TRL")), None)
+            if peer is None:
+                continue
             same = next((seconds for library, seconds in row.items() if library.endswith(MKL)), None)
             shown = "-" if same is None else f"{same / row[peer]:.2f}"
             lines.append(f"| {place['machine']} | {place['commit']} | {name} | {row[ours] / row[peer]:.2f} | {shown} |")

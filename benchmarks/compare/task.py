@@ -54,7 +54,7 @@ class Sizes:
         minibatch: responses of an update.
         prompt_tokens: longest prompt.
         response_tokens: longest response.
-        peer_rows: responses in a forward pass of TRL, with which it is fastest.
+        peer_rows: responses in a forward pass of TRL.
     """
 
     folder: str

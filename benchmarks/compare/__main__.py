@@ -305,8 +305,9 @@ Nothing on this page was measured on a GPU.
 - With AVX-512, lightning-rlhf computes float32 products with oneDNN, and TRL with MKL, as torch does. On AMD's
   processors this alone explains much of the difference, so each task has a row "products by MKL".
 - TRL's micro-batches have the size with which it was fastest: 64 rows for GRPO, 8 for SFT and DPO. With SmolLM2 they
-  have 8 rows, for less memory; other sizes were not compared with this set-up. Its SFT runs without padding (`padding_free`), which took 0.8 times the seconds. Its GRPO, PPO and DPO have no such
-  option, and pad texts to the longest.
+  have 8 rows, for less memory; other sizes were not compared with this set-up. Its SFT runs without padding
+  (`padding_free`), which took 0.8 times the seconds. Its GRPO, PPO and DPO have no such option, and pad texts to the
+  longest.
 - TRL evaluates the log-probabilities of all responses before the updates, and so does lightning-rlhf, except for those
   of the first update.
 - `max_staleness: 1` uses a second core and older responses, which is another algorithm. Compare it with TRL on two

@@ -132,7 +132,7 @@ def test_a_failed_judge_leaves_the_response_out(tmp_path, others):
 def test_what_learns_from_no_reward_keeps_a_response_whose_judge_failed():
     rollout, _ = rollouts()
     skipped = replace(rollout, reward=rollout.reward.masked_fill(MISSING, math.nan), skipped=MISSING)
-    module = RLHFModule(model, advantages=NoAdvantages())
+    module = RLHFModule(TinyModel(), advantages=NoAdvantages())
     assert module.learned_rows(skipped, skipped.reward).all()
     module = GRPOModule(TinyModel())
     assert torch.equal(module.learned_rows(skipped, skipped.reward), ~MISSING)

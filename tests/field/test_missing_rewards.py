@@ -34,9 +34,7 @@ def step(estimator, received):
     options = {"minibatch_size": len(received.rollout), "aggregation": TokenMean(), "max_grad_norm": None}
     rate = partial(torch.optim.SGD, lr=0.5)
     if estimator.needs_critic:
-        module = PPOModule(
-            model, advantages=estimator, critic_optimizer=rate, optimizer=rate, **options
-        )
+        module = PPOModule(model, advantages=estimator, critic_optimizer=rate, optimizer=rate, **options)
     else:
         module = RLHFModule(model, advantages=estimator, optimizer=rate, **options)
     trainer = quiet_trainer(callbacks=[HandOver(received)])

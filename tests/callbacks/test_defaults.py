@@ -22,6 +22,7 @@ from lightning_rlhf.callbacks import (
     Throughput,
     complete,
 )
+from lightning_rlhf.extras.frozen_heap.callback import FrozenHeap
 from lightning_rlhf.extras.late_ranks.callback import LateRanks
 from lightning_rlhf.extras.resume_check.check import ResumeCheck
 from lightning_rlhf.extras.run_lock.lock import RunLock
@@ -39,6 +40,7 @@ def test_default_callbacks_have_the_documented_order():
         ResumeCheck,
         Throughput,
         Console,
+        FrozenHeap,
         LateRanks,
         HFExport,
         MetricsCSV,
@@ -64,8 +66,8 @@ def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     ]
     ordered = complete([*inputs, console])
     assert kinds(ordered) == [
-        GracefulShutdown, RunLock, ResumeCheck, Throughput, Console, RolloutLoop, RolloutLog, KLControl, LateRanks,
-        HFExport, MetricsCSV, HealthChecks, RunState, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
+        GracefulShutdown, RunLock, ResumeCheck, Throughput, Console, RolloutLoop, RolloutLog, KLControl, FrozenHeap,
+        LateRanks, HFExport, MetricsCSV, HealthChecks, RunState, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ class RolloutLog(Callback):
         experience = step[list(range(count))].to("cpu")
         rollout = experience.rollout
         tokenizer = trainer.datamodule.tokenizer
+        text_of = cache(lambda token: str(tokenizer.decode([token])))
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
         scores = {}
         if "reward_model" in module.sources:
@@ -206,9 +208,7 @@ class RolloutLog(Callback):
                     "policy_version": int(rollout.policy_version[i][rollout.response_mask[i]].min()),
                     "group": position // group_size,
                     **(
-                        {"tokens": token_values(tokenizer, experience, i, valued[i], module.has_ref)}
-                        if valued[i]
-                        else {}
+                        {"tokens": token_values(text_of, experience, i, valued[i], module.has_ref)} if valued[i] else {}
                     ),
                 }
             )

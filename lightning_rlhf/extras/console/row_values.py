@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.messages import common_prefix
 from lightning_rlhf.encoded_image import EncodedImage
@@ -48,12 +46,12 @@ def _common_limit(lengths: Sequence[int], most: int) -> int:
 
 
 def token_values(
-    tokenizer: PreTrainedTokenizerBase, experience: Experience, row: int, count: int, has_ref: bool = True
+    text_of: Callable[[int], str], experience: Experience, row: int, count: int, has_ref: bool = True
 ) -> dict[str, list[Any]]:
     """Return values of the first tokens of a response, by name.
 
     Args:
-        tokenizer: tokenizer that decodes single tokens, special tokens included.
+        text_of: function that returns the text of a token, also of a special one.
         experience: experience of the step, on the CPU.
         row: number of the response.
         count: number of tokens.
@@ -77,7 +75,7 @@ def token_values(
     }
     return {
         "ids": ids,
-        "texts": [str(tokenizer.decode([token])) for token in ids],
+        "texts": list(map(text_of, ids)),
         **{name: [round(value, 4) for value in values[row, :count].tolist()] for name, values in numbers.items()},
         "version": rollout.policy_version[row, :count].tolist(),
         "sampled": rollout.response_mask[row, :count].tolist(),

@@ -111,9 +111,10 @@ class MetricsCSV(RunWriter):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         path = self._table(trainer)
-        names = [k for k in trainer.callback_metrics if (is_validation(k) or k in self._of_validation) == validation]
+        metrics = trainer.callback_metrics  # computed anew at each access
+        names = [name for name in metrics if (is_validation(name) or name in self._of_validation) == validation]
         row = {"step": str(trainer.global_step)}
-        row |= {name: repr(float(trainer.callback_metrics[name])) for name in names}
+        row |= {name: repr(float(metrics[name])) for name in names}
         if validation and not any(is_validation(name) for name in names):
             row[VALIDATION_MARK] = "1"
         added = sorted(name for name in row if name not in self._columns)

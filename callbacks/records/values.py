@@ -18,7 +18,7 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(name): finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [part if type(part) in (bool, int, str) else finite(part) for part in value]
     return value
 
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class FrozenHeap(Callback):
-    """Freezes the objects that exist when training starts, until it ends.
+    """Freezes the objects that exist when a fit starts, until it ends.
 
     After torch, transformers and Lightning are imported, a full collection takes about 0.2 seconds, and it comes at any
     step and on each rank at another one, while the others wait. Garbage of the training itself is collected as before.
@@ -17,7 +17,7 @@ class FrozenHeap(Callback):
     def __init__(self) -> None:
         self._is_ours = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collect once, so that no garbage is kept, and freeze what is left, unless your program froze objects."""
         self._is_ours = gc.get_freeze_count() == 0
         if self._is_ours:

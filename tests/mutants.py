@@ -35,10 +35,10 @@ PACKAGE = ROOT / "lightning_rlhf"
 MATHEMATICS = (
     "functional/[a-z]*.py", "objectives/[a-z]*.py",
     "extras/algorithms/*_losses.py", "extras/algorithms/*advantages*.py", "extras/algorithms/*_baselines.py",
-    "extras/algorithms/divergence.py",
+    "extras/algorithms/divergence.py", "models/packed_calls.py",
 )  # fmt: skip
 TESTS = ("test_seeding.py", "functional/test_*.py", "objectives/test_*.py", "extras/algorithms/test_*.py",
-         "modules/test_policy_loss_functions.py")  # fmt: skip
+         "models/test_packed*.py", "modules/test_policy_loss_functions.py")  # fmt: skip
 # Tests of a module through another one that they import.
 THROUGH = {
     "advantages_by_source": "extras/algorithms/test_mixture.py",

@@ -88,7 +88,8 @@ class Pass:
         Recomputation in Large Transformer Models", Korthikanti et al. 2022, equations 1 and 2, for layers with gates
         and grouped keys and without dropout; the counts are those of transformers' code, and a test compares them with
         the tensors that autograd saves. Under autocast every projection keeps a cast input, and experts compute in
-        float32.
+        float32. In float32, texts of unlike lengths share calls of attention, whose padding (at most a quarter of the
+        attention's bytes) is not counted.
         """
         attention = self._attention_bytes(layer) // self.split
         mlp = 4 * self.precision.compute * layer.dense // self.split

@@ -13,6 +13,8 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +50,13 @@ class Run(NamedTuple):
         return points
 
 
-def execute(run: Run, directory: Path, threads: int) -> None:
+def execute_all(runs: Iterable[Run], directory: Path, threads: int, at_once: int) -> None:
+    """Run some trainings, in this order."""
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(lambda run: execute(run, directory, threads, at_once), runs))
+
+
+def execute(run: Run, directory: Path, threads: int, at_once: int) -> None:
     """Run one training unless its result exists."""
     file = run.file(directory)
     if file.exists():
@@ -63,7 +71,10 @@ def execute(run: Run, directory: Path, threads: int) -> None:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
     if ended.returncode or not file.exists():
         raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}, see {file.with_suffix('.log')}")
-    last = run.curve(directory)[-1]
+    points = run.curve(directory)
+    points[0]["runs at once"] = at_once
+    file.write_text(json.dumps(points))
+    last = points[-1]
     print(f"{run}: {last['accuracy']:.3f} after {last['cpu']:.0f} CPU s", flush=True)
 
 
@@ -160,7 +171,7 @@ def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str
     """Return the page of all that was measured."""
     lines = [HEAD.format(machine=machine(), date=f"{date.today():%d %B %Y}")]
     for task in TASKS.values():
-        rows, shown, swept = [], [], []
+        rows, shown, swept, at_once = [], [], [], 1.0
         for variant in task.variants:
             runs = sweep(task, variant)
             found = best_of(runs, directory)
@@ -168,6 +179,9 @@ def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str
                 continue
             target, best = found
             curves = {library: seeds_of(run, seeds[task.name], directory) for library, run in best.items()}
+            at_once = max(
+                [at_once, *(curve[0].get("runs at once", 1.0) for group in curves.values() for curve in group)]
+            )
             peer = statistics.mean(reached(c, target, "cpu") for c in curves["trl"])
             for library, run in best.items():
                 group = curves[library]
@@ -193,7 +207,11 @@ def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str
                 (pictures / f"learning_{task.name}_{variant}.svg").write_text(drawing(curves, target))
             shown.append(f"![Accuracy of {task.name}, {variant}](images/learning_{task.name}_{variant}.svg)")
         if rows:
-            lines += [SECTION[task.name], "", TABLE, *rows, "", "The sweep, seed 1:", "", SWEEP, *swept, ""]
+            if at_once > 1:
+                lines += [SECTION[task.name], "", f"{at_once:g} runs were made at a time, one on each core.", ""]
+            else:
+                lines += [SECTION[task.name], ""]
+            lines += [TABLE, *rows, "", "The sweep, seed 1:", "", SWEEP, *swept, ""]
             lines += [line for picture in shown for line in (picture, "")]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -248,6 +266,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="*", help="such as full-float32; without it, those of each task")
     parser.add_argument("--seeds", type=int, help="without it, 5 for addition and reasoning-gym, 3 for others")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time, which slow each other a little")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "learning")
     parser.add_argument("--write", type=Path, help="file that the page is written to")
     options = parser.parse_args()
@@ -258,14 +277,12 @@ def main() -> None:
         task: Any = TASKS[name]
         for variant in options.variants or task.variants:
             runs = sweep(task, variant)
-            for pair in zip(*runs.values(), strict=True):  # in turns
-                for run in pair:
-                    execute(run, directory, options.threads)
+            how = (directory, options.threads, options.at_once)
+            execute_all((run for pair in zip(*runs.values(), strict=True) for run in pair), *how)  # in turns
             found = best_of(runs, directory)
             assert found is not None
-            for seed in range(2, seeds[name] + 1):
-                for run in found[1].values():
-                    execute(run._replace(seed=seed), directory, options.threads)
+            others = range(2, seeds[name] + 1)
+            execute_all((run._replace(seed=seed) for seed in others for run in found[1].values()), *how)
     page = report(directory, seeds, options.write.parent / "images" if options.write else None)
     print(page)
     if options.write:

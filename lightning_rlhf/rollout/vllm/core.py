@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -28,14 +29,15 @@ class VLLMCore:
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        extension = "lightning_rlhf.rollout.vllm.receiver.WeightReceiver"
-        self._llm = LLM(**{"worker_extension_cls": extension, **arguments})
+        self._llm = LLM(**{"worker_extension_cls": "lightning_rlhf.rollout.vllm.receiver.WeightReceiver", **arguments})
         self._engine = self._llm.llm_engine
         self._asleep = False
         self._adapter: LoRARequest | None = None
         self._images: dict[str, EncodedImage] = {}
         self._decoded = lru_cache(maxsize=_DECODED)(lambda sha256: self._images[sha256].open())
         self._begin_version(DIRECTORY_VERSION)
+        # vLLM freezes what it has when its core is made, but not what follows, which each full collection would read.
+        gc.freeze()
 
     @property
     def facts(self) -> dict[str, Any]:

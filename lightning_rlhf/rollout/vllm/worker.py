@@ -46,8 +46,7 @@ def main(descriptor: int) -> int:
 
         core = VLLMCore(arguments)
         send("ready", version=version, pid=os.getpid(), **core.facts)
-        commands = deque[Any]()
-        shown = time.monotonic()
+        commands, shown = deque[Any](), time.monotonic()
         while True:
             while connection.poll(0 if core.busy or commands else None):
                 commands.append(json.loads(connection.recv_bytes()))

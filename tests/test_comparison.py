@@ -107,6 +107,7 @@ def test_page_has_the_measured_figures():
     measured = {
         "tasks": {"sft": {"lightning-rlhf": [turn], "TRL": [turn]}},
         "floors": {"grpo, lightning-rlhf": updates},
+        "limits": {"dpo": {"ours": 6.0, "peer": 10.0, "generation": 1.0, "products": 3.0}},
         "parts": {"grpo, lightning-rlhf": command.parts_of([timed])},
         "batches": {1: 2.0, 16: 2.1},
         "costs": costs,
@@ -139,6 +140,7 @@ def test_page_has_the_measured_figures():
         "| TRL | 1 | 2.00 | 2.00 to 2.00 | 1.00 | 2.000 | 1.00 | 4.00 | 1.00 | 1 | - |",
         "| grpo, lightning-rlhf | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 1.00 |",
         "| grpo, lightning-rlhf | 900 | 500 | 3.00 | 1.50 | 2.00 |",
+        "| dpo | 10.00 | 1.00 | 3.00 | 6.00 | 0.60 | 0.40 |",
         "| 4,096 | 2.100 |",
         "| push of them, in vLLM | 0.18 |",
         "| `a command` | 1.25 |",
@@ -150,12 +152,21 @@ def test_page_has_the_measured_figures():
         "| Y | def | dpo | 0.33 | - |",
     ):
         assert line in page.splitlines(), line
-    none = {"floors": {}, "parts": {}, "batches": {}, "costs": None, "divergences": None, "lifecycle": None}
+    none = {
+        "floors": {},
+        "limits": {},
+        "parts": {},
+        "batches": {},
+        "costs": None,
+        "divergences": None,
+        "lifecycle": None,
+    }
     without = command.report({**measured, **none})
     assert "## Batch sizes" not in without
     assert "## Pushes" not in without
     assert "## Distillation" not in without
     assert "## Updates" not in without
+    assert "## What the same" not in without
     assert "## Start" not in without
 
 

@@ -116,6 +116,8 @@ Tried on 30 November 2026, on the same processor:
 - Norms and rotations with a backward pass of their own. An update of the small model took 4 % less, and SmolLM2's as
   long as before. It would replace functions of transformers for each architecture.
 - Micro-batches of 4,096 tokens took 1 % less with the small model, and more memory.
+- With `max_staleness: 1` on two cores, both cores for the trainer and one of them for vLLM too. A step took 2.3 to 2.8
+  instead of 2.2 wall seconds. vLLM works for half of a step, so at most one and a half cores have something to do.
 - An allocator that keeps its memory (`MALLOC_TRIM_THRESHOLD_`): 2 % less with SmolLM2.
 
 Tried on 25 November 2026, on an AMD EPYC with AVX-512:
@@ -250,6 +252,49 @@ def floor_of(model: Path, turns: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def limit_of(model: Path, by_library: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Return the CPU seconds of a task with MKL's products, of TRL, and of generation and products alone."""
+    turns = next(turns for library, turns in by_library.items() if library.endswith(MKL))
+    peer = next(turns for library, turns in by_library.items() if library.startswith("TRL"))
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.compare.floor",
+        str(model),
+        str(median_of(turns, "passes")),
+        "0",
+        "mkl",
+    ]
+    products = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    steps = [step for turn in turns for step in turn["steps"]]
+    generation = statistics.median(step.get("parts", {}).get("generate", 0.0) for step in steps)
+    return {
+        "ours": median_of(turns, "cpu"),
+        "peer": median_of(peer, "cpu"),
+        "generation": generation,
+        "products": products["layers"],
+    }
+
+
+def limits_section(limits: dict[str, dict[str, float]]) -> list[str]:
+    """Return the section about what equal products allow."""
+    return [
+        "",
+        "## What the same products allow",
+        "",
+        "If both use MKL's products, how much of TRL's seconds can be saved at all? The last column is lightning-rlhf if",
+        "it did nothing but generate and multiply: no attention, norms, optimizer or logging.",
+        "",
+        "| task | TRL, CPU s | generation | products | lightning-rlhf | ratio | ratio of generation and products alone |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {name} | {row['peer']:.2f} | {row['generation']:.2f} | {row['products']:.2f} | {row['ours']:.2f} "
+            f"| {row['ours'] / row['peer']:.2f} | {(row['generation'] + row['products']) / row['peer']:.2f} |"
+            for name, row in limits.items()
+        ),
+    ]
+
+
 def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return the lines of a table; ratios are those to the first library."""
     lines = [
@@ -354,6 +399,8 @@ Nothing on this page was measured on a GPU.
                 for run, row in floors.items()
             ),
         ]
+    if limits := measured["limits"]:
+        lines += limits_section(limits)
     if batches := measured["batches"]:
         lines += [
             "",
@@ -533,6 +580,12 @@ def stored(directory: Path) -> dict[str, Any]:
             run: floor_of(models[name], turns)
             for run, (name, turns) in ours.items()
             if name.startswith("grpo") and not any(kind in run for kind in ("threads", "MKL", "bfloat16"))
+        },
+        "limits": {
+            name: limit_of(models[name], by_library)
+            for name, by_library in tasks.items()
+            if name != "grpo-smollm2"  # whose head is large
+            and any(library.endswith(MKL) and "passes" in turns[0]["steps"][0] for library, turns in by_library.items())
         },
         "batches": batches,
         "costs": json.loads(costs.read_text()) if costs.exists() else None,

@@ -1,7 +1,7 @@
-"""Time of the matrix products of an update: ``python -m benchmarks.compare.floor MODEL TOKENS RESPONSE_TOKENS``.
+"""Time of the matrix products of an update: ``python -m benchmarks.compare.floor MODEL TOKENS RESPONSE_TOKENS [mkl]``.
 
 Each product of a layer and of the head is measured now, forward and backward, on one thread, by the library that
-lightning-rlhf uses here. Norms, activations, attention's softmax and the optimizer are not included.
+lightning-rlhf uses here, or by MKL. Norms, activations, attention's softmax and the optimizer are not included.
 """
 
 import json
@@ -41,8 +41,9 @@ def layers_of(config: dict[str, Any]) -> list[tuple[int, int]]:
     return [(width, width + 2 * keys), (width, width), (width, 2 * inner), (inner, width)]
 
 
-def main(model: str, tokens: str, response_tokens: str) -> None:
+def main(model: str, tokens: str, response_tokens: str, library: str = "") -> None:
     """Print the seconds of the layers for all tokens, and of the head for those of responses."""
+    torch.backends.mkldnn.enabled = library != "mkl"
     config = json.loads((Path(model) / "config.json").read_text())
     layer = sum(seconds_per_token(*shape) for shape in layers_of(config))
     head = seconds_per_token(config["hidden_size"], config["vocab_size"])

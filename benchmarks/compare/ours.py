@@ -20,6 +20,7 @@ launch_environment.apply()  # as the command does before it imports anything els
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
 
 from benchmarks.compare import task, tools  # noqa: E402
 from benchmarks.compare.meter import WARM, Meter  # noqa: E402
@@ -51,14 +52,20 @@ class Metered(Callback):
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self.trained_tokens = 0  # that the layers of the actor compute in the updates of a step
+        self.passes = 0.0  # tokens through the layers of all roles; without gradients they count a third
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count the tokens that go through the actor's layers with gradients."""
+        """Count the tokens that go through the layers of each role."""
+        of_actor = pl_module.actor.lm.get_input_embeddings() if hasattr(pl_module, "actor") else None
 
         def count(embedding: Any, inputs: Any, output: Any) -> None:
-            self.trained_tokens += inputs[0].numel() if torch.is_grad_enabled() else 0
+            is_trained = torch.is_grad_enabled()
+            self.passes += inputs[0].numel() * (1 if is_trained else 1 / 3)
+            self.trained_tokens += inputs[0].numel() if is_trained and embedding is of_actor else 0
 
-        pl_module.actor.lm.get_input_embeddings().register_forward_hook(count)
+        models = (module for module in pl_module.modules() if isinstance(module, PreTrainedModel))
+        for embedding in {model.get_input_embeddings() for model in models}:
+            embedding.register_forward_hook(count)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin the first step; each further one begins where the one before ended."""
@@ -69,18 +76,20 @@ class Metered(Callback):
         """End a step."""
         rollout = getattr(pl_module, "last_rollout", None)
         if rollout is None:
-            self.meter.mark(tokens=int(batch.real_lengths.sum()))
+            self.meter.mark(tokens=int(batch.real_lengths.sum()), passes=self.passes)
         else:
             parts = {name: float(trainer.callback_metrics[f"time/{name}_s"]) for name in task.PARTS}
             self.meter.mark(
                 tokens=int(rollout.total_lengths.sum()),
                 response_tokens=int(rollout.response_lengths.sum()),
                 trained_tokens=self.trained_tokens,
+                passes=self.passes,
                 update=parts["update"],
                 parts=parts,
                 reward=float(rollout.reward.mean()),
             )
             self.trained_tokens = 0
+        self.passes = 0.0
 
 
 def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:

@@ -282,10 +282,10 @@ def limits_section(limits: dict[str, dict[str, float]]) -> list[str]:
         "",
         "## What the same products allow",
         "",
-        "If both use MKL's products, how much of TRL's seconds can be saved at all? The last column is lightning-rlhf if",
-        "it did nothing but generate and multiply: no attention, norms, optimizer or logging.",
+        "If both use MKL's products, how much of TRL's seconds can be saved at all? The last column is lightning-rlhf",
+        "if it did nothing but generate and multiply: no attention, norms, optimizer or logging.",
         "",
-        "| task | TRL, CPU s | generation | products | lightning-rlhf | ratio | ratio of generation and products alone |",
+        "| task | TRL, CPU s | generation | products | lightning-rlhf | ratio | without the rest |",
         "|---|---|---|---|---|---|---|",
         *(
             f"| {name} | {row['peer']:.2f} | {row['generation']:.2f} | {row['products']:.2f} | {row['ours']:.2f} "

@@ -18,14 +18,18 @@ from lightning_rlhf import (
     SFTModule,
     UnpairedDataModule,
 )
+from lightning_rlhf.batching.packing import PackedLengths
 from lightning_rlhf.callbacks import KLControl, RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.packed_attention import packed_attention
+from lightning_rlhf.models.packed_calls import layout_of_calls
 from lightning_rlhf.modules.optimizers import use_fused_kernels
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.gpu_simulated.pretend import CUDA, Pretend, pretended_cuda
+from tests.helpers import assert_close
 from tests.stand_ins import TinyModel
 
 LETTERS = CharacterTokenizer("abcdefg")
@@ -104,6 +108,24 @@ def test_micro_batch_makes_the_host_wait_at_most_twice(on_gpu):
     (few, fewer), (many, more) = (on_gpu(module, prompts(), rollouts(4)) for module in runs)
     assert more > 2 * fewer
     assert sum(many.values()) - sum(few.values()) <= WAITS_PER_FORWARD * (more - fewer)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_texts_that_share_calls_of_attention_stay_on_the_device_without_waits(window):
+    lengths = PackedLengths((3, 5, 4), ((4, 5), (6,), (5, 3)))
+    tensors = [torch.randn(1, 2, lengths.tokens, 8) for _ in range(3)]
+    layer = torch.nn.Module()
+    options = {"attention_mask": None, "packed_lengths": lengths, "sliding_window": window}
+    expected, _ = packed_attention(layer, *tensors, **options)
+    with pretended_cuda() as waits:
+        layout = layout_of_calls(lengths, window, torch.float32, CUDA)
+        assert any(call.mask is not None for call in layout.calls)
+        there = [tensor.to(CUDA) for tensor in tensors]
+        waits.on = True
+        output, _ = packed_attention(layer, *there, **options)
+        assert (output.device, dict(waits)) == (CUDA, {})
+    layout_of_calls.cache_clear()
+    assert_close(output.inner, expected, atol=1e-6)
 
 
 # -- the pretended device itself --------------------------------------------------------------------------------------

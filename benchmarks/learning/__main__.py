@@ -236,6 +236,7 @@ on your machine, also on a GPU, and writes this page.
 - One function evaluates both, greedily, on 256 held-out rows, while the clock stands still. Seconds are those from the
   first step on. Intervals are 95 % of Student's t over the seeds.
 - A ratio above 1 means that lightning-rlhf took longer, a dash that a run of one of the two never reached the target.
+  Where the median is one step, the row compares first steps, which have costs that later ones do not have.
 - TRL gets the same help as in [performance](performance.md#how-fair-this-is).
 
 Measured on {date}: {machine}, one thread per process. No GPU.

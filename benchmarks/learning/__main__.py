@@ -233,8 +233,8 @@ on your machine, also on a GPU, and writes this page.
   first and stayed there until the end, among those that end within 5 % of its best final accuracy. We added the 5 %
   after seeing that the fastest rate made TRL's later seeds fall. A run that touches the target and falls again has not
   reached it; "touched" shows when that was.
-- One function evaluates both, greedily, on 256 held-out rows, while the clock stands still. Seconds are those from the
-  first step on. Intervals are 95 % of Student's t over the seeds.
+- One function evaluates both, greedily, on 256 held-out rows (128 for SmolLM2), while the clock stands still. Seconds
+  are those from the first step on. Intervals are 95 % of Student's t over the seeds.
 - A ratio above 1 means that lightning-rlhf took longer, a dash that a run of one of the two never reached the target.
   Where the median is one step, the row compares first steps, which have costs that later ones do not have.
 - TRL gets the same help as in [performance](performance.md#how-fair-this-is).

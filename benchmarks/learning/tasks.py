@@ -30,6 +30,7 @@ class Task:
         name: name of its rows and, if it is not GRPO, of its algorithm.
         prompts: prompts of a step, each with ``group`` responses, of which ``minibatch`` make an update.
         every: steps between two evaluations, which do not count as time.
+        val_rows: held-out rows of an evaluation.
         rates: learning rates that are swept, of all weights and of adapters.
     """
 
@@ -42,6 +43,7 @@ class Task:
     steps: int
     every: int
     rates: dict[str, tuple[float, ...]]
+    val_rows: int = 256
     variants: tuple[str, ...] = field(default=("full-float32", "lora-float32", "full-bfloat16", "lora-bfloat16"))
 
     @property
@@ -81,12 +83,13 @@ TASKS = {
         ),
         Task(
             "problems", prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=24, steps=24, every=4,
-            rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, variants=("full-float32", "lora-bfloat16"),
+            rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, val_rows=128,
+            variants=("full-float32", "lora-bfloat16"),
         ),
         *(
             Task(
                 name, prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=12, steps=24, every=4,
-                rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)},
+                rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, val_rows=128,
                 variants=("full-float32", "lora-bfloat16"),
             )
             for name in ("chainsum", "backward")
@@ -232,11 +235,11 @@ def read(path: Path) -> list[dict[str, str]]:
 class Evaluation:
     """Greedy accuracy on held-out rows, by transformers, whatever the library that trains."""
 
-    def __init__(self, name: str, directory: Path, tokenizer: Any, rows: int = 256) -> None:
+    def __init__(self, name: str, directory: Path, tokenizer: Any) -> None:
         self.task, self.tokenizer = TASKS[name], tokenizer
         self.reward = REWARDS[self.task.rows]
         drawn = read(directory / self.task.rows / "val.jsonl")
-        self.rows = random.Random(0).sample(drawn, min(rows, len(drawn)))
+        self.rows = random.Random(0).sample(drawn, min(self.task.val_rows, len(drawn)))
         self.texts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in self.rows]
 
     @torch.no_grad()

@@ -65,7 +65,8 @@ class Metered(Callback):
 
         models = (module for module in pl_module.modules() if isinstance(module, PreTrainedModel))
         for embedding in {model.get_input_embeddings() for model in models}:
-            embedding.register_forward_hook(count)
+            if isinstance(embedding, torch.nn.Embedding):  # not the one of an image encoder
+                embedding.register_forward_hook(count)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin the first step; each further one begins where the one before ended."""

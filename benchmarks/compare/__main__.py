@@ -357,6 +357,8 @@ Nothing on this page was measured on a GPU.
   of the first update.
 - `max_staleness: 1` uses a second core and older responses, which is another algorithm. Compare it with TRL on two
   threads.
+- Environments and their rewards run in up to 16 processes of lightning-rlhf, each of which imports the script that
+  starts the run, and torch with it. This is most of the MB of the task with a tool; `lightning-rlhf fit` has no script.
 - TRL's last PPO is in version 1.12. It generates with transformers, because it has no vLLM. For GRPO, generation by
   transformers takes TRL about a quarter longer than by vLLM."""
     lines = [about]

@@ -111,7 +111,7 @@ class MetricsCSV(RunWriter):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         path = self._table(trainer)
-        metrics = trainer.callback_metrics  # computed anew at each access
+        metrics = trainer.callback_metrics  # computed at each access
         names = [name for name in metrics if (is_validation(name) or name in self._of_validation) == validation]
         row = {"step": str(trainer.global_step)}
         row |= {name: repr(float(metrics[name])) for name in names}

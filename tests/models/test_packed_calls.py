@@ -93,6 +93,23 @@ def test_texts_of_similar_lengths_share_calls_and_others_do_not():
 
 
 @pytest.mark.parametrize(
+    ("lengths", "calls"),
+    [
+        pytest.param(PackedLengths((7,) * 128, ((),) * 128), 1, id="as many texts as allowed"),
+        pytest.param(PackedLengths((7,) * 129, ((),) * 129), 2, id="one text more"),
+        pytest.param(PackedLengths((16, 48), ((), ())), 1, id="2,048 weights of padding"),
+        pytest.param(PackedLengths((15, 48), ((), ())), 2, id="more of them"),
+        pytest.param(PackedLengths((678,), ((1, 4),)), 3, id="2,049 of them"),
+        pytest.param(PackedLengths((511, 512), ((512,), (512,))), 2, id="a mask of a million weights"),
+        pytest.param(PackedLengths((512, 513), ((512,), (512,))), 3, id="a larger mask"),
+        pytest.param(PackedLengths((60, 2, 100), ((20, 80), (40, 20), (20,))), 6, id="sorted by all their tokens"),
+    ],
+)
+def test_texts_share_calls_up_to_the_documented_costs(lengths, calls):
+    assert len(texts_of_calls(lengths)) == calls
+
+
+@pytest.mark.parametrize(
     "lengths",
     [PackedLengths((700,), ((),)), PackedLengths((64,) * 5, ((),) * 5), PackedLengths((300, 2000, 50), ((),) * 3)],
 )
@@ -109,6 +126,7 @@ def test_long_responses_to_unlike_prompts_have_no_mask_of_their_own():
 def test_masks_hide_padding_later_tokens_and_those_before_the_window():
     (prompts, responses) = layout(PackedLengths((1, 3), ((2,), (2,))), window=3).calls
     assert prompts.mask is None
+    assert ALIGNMENT == 8  # elements of 2 bytes, of which torch's kernels read 16 bytes at a time
     assert responses.mask.stride(2) % ALIGNMENT == 0
     visible = [
         ["".join("x" if key == 0 else "." for key in row) for row in text[0].tolist()] for text in responses.mask

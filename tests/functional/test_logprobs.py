@@ -388,3 +388,10 @@ def test_head_is_read_for_chunks_of_hundreds_of_tokens_on_a_gpu(monkeypatch):
     # all logits are 10 GB in float32, and the head is 1.1 GB
     assert moved["cuda"] < 0.8e12
     assert moved["cpu"] > 5e12
+
+
+def test_scores_of_tokens_in_rows_are_those_of_the_tokens_alone():
+    logits, targets = torch.randn(2, 3, 5, dtype=torch.float64), torch.randint(5, (2, 3))
+    rows, alone = token_scores(logits, targets), token_scores(logits.flatten(0, 1), targets.flatten())
+    assert torch.equal(rows.logprobs.flatten(), alone.logprobs)
+    assert torch.equal(rows.entropy.flatten(), alone.entropy)

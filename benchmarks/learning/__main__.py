@@ -25,6 +25,7 @@ from tests.proofs import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {"ours": "lightning-rlhf", "trl": "TRL 1.16"}
+PPO_PEER = "TRL 1.12"  # the last release with PPO
 PART = 0.8  # of the best final accuracy of both libraries: the target
 T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t for a number of seeds
 COLORS = {"ours": "#2a78d6", "trl": "#d9822b"}
@@ -48,6 +49,11 @@ class Run(NamedTuple):
         file = self.file(directory)
         points: list[dict[str, float]] = json.loads(file.read_text()) if file.exists() else []
         return points
+
+
+def name_of(run: Run) -> str:
+    """Return the library of a run with its version."""
+    return PPO_PEER if run.library == "trl" and TASKS[run.task].algorithm == "ppo" else LIBRARIES[run.library]
 
 
 def execute_all(runs: Iterable[Run], directory: Path, threads: int, at_once: int) -> None:
@@ -132,7 +138,7 @@ def seeds_of(best: Run, seeds: int, directory: Path) -> list[list[dict[str, floa
     return [curve for curve in curves if curve]
 
 
-def drawing(curves: dict[str, list[list[dict[str, float]]]], target: float) -> str:
+def drawing(curves: dict[str, list[list[dict[str, float]]]], target: float, names: dict[str, str]) -> str:
     """Return a picture of accuracy against processor seconds: a line for each seed."""
     width, height, left, low = 640, 300, 50, 40
     longest = max(curve[-1]["cpu"] for group in curves.values() for curve in group) or 1.0
@@ -158,7 +164,7 @@ def drawing(curves: dict[str, list[list[dict[str, float]]]], target: float) -> s
     parts.append(f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">CPU seconds of training</text>')
     for number, (library, group) in enumerate(curves.items()):
         color = COLORS[library]
-        parts.append(f'<text x="{left + 160 * number}" y="18" fill="{color}">{LIBRARIES[library]}</text>')
+        parts.append(f'<text x="{left + 160 * number}" y="18" fill="{color}">{names[library]}</text>')
         for curve in group:
             points = " ".join(at(point["cpu"], point["accuracy"]) for point in curve)
             parts.append(
@@ -193,18 +199,19 @@ def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str
                 middle = statistics.median(reached(curve, target, "step") for curve in group)
                 steps = f"{middle:g}" if math.isfinite(middle) else "-"
                 rows.append(
-                    f"| {variant.replace('-', ', ')} | {LIBRARIES[library]} | {run.rate:g} | {len(group)} "
+                    f"| {variant.replace('-', ', ')} | {name_of(run)} | {run.rate:g} | {len(group)} "
                     f"| {target:.2f} | {mean(cpu)} | {shown_ratio} | {mean(wall)} | {steps} | {mean(first)} "
                     f"| {mean(finals, 3)} |"
                 )
             swept += [
-                f"| {variant.replace('-', ', ')} | {LIBRARIES[run.library]} | {run.rate:g} "
+                f"| {variant.replace('-', ', ')} | {name_of(run)} | {run.rate:g} "
                 f"| {reached(run.curve(directory), target, 'cpu'):.1f} | {run.curve(directory)[-1]['accuracy']:.3f} |"
                 for group in runs.values()
                 for run in group
             ]
+            names = {library: name_of(run) for library, run in best.items()}
             if pictures:
-                (pictures / f"learning_{task.name}_{variant}.svg").write_text(drawing(curves, target))
+                (pictures / f"learning_{task.name}_{variant}.svg").write_text(drawing(curves, target, names))
             shown.append(f"![Accuracy of {task.name}, {variant}](images/learning_{task.name}_{variant}.svg)")
         if rows:
             if at_once > 1:

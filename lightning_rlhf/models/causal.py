@@ -20,7 +20,7 @@ from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
-from lightning_rlhf.models.packed_attention import has_packed_attention
+from lightning_rlhf.models.packed_attention import has_packed_attention, keep_masks
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of, part_of_row
 
 
@@ -44,6 +44,7 @@ class CausalLM(nn.Module):
             raise UsageError(
                 f"{type(lm).__name__} is not a causal language model: it has no output head over a backbone"
             )
+        keep_masks(lm)
         self.lm, self.float32_logits = lm, float32_logits
         self.adapter_metadata: dict[str, str] = {}  # texts to store with adapters
         self.never_sampled: tuple[int, ...] = ()  # tokens that have no probability, such as those of images

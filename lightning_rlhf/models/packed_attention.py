@@ -2,7 +2,7 @@
 
 A model uses it as ``attn_implementation`` :data:`NAME`. No mask is registered under that name, so transformers builds
 none; a forward pass of a packed row has the lengths of its parts as the keyword argument ``packed_lengths``, which
-transformers passes to every attention layer.
+transformers passes to every attention layer. :func:`keep_masks` is for passes of others, which bring a mask.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
 
 from lightning_rlhf.batching.packing import PackedLengths
 from lightning_rlhf.models.attention import Attention, set_attention
+from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.packed_calls import ALIGNMENT, layout_of_calls, rounded_up
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, repeated_keys
 from lightning_rlhf.types import expect_shape
 
 NAME = "packed"
+_MASKED = "packed_masked"  # the same attention, while transformers makes masks for it
 # Architectures for which tests compare log-probs and gradients with those of padded texts.
 ARCHITECTURES = {
     "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
@@ -68,6 +71,30 @@ def has_packed_attention(lm: Any) -> bool:
     return bool(lm.config.get_text_config()._attn_implementation == NAME)
 
 
+def keep_masks(lm: PreTrainedModel) -> None:
+    """Give passes with a mask, a cache or positions, such as those of ``lm.generate``, the masks of transformers.
+
+    Without it their masks would be left out, and padding on the left would be read as text.
+
+    Args:
+        lm: model of a role, with a backbone; changed in place unless its attention is that of transformers.
+    """
+    if has_packed_attention(lm):
+        text_model = text_model_of(lm)
+        text_model.register_forward_pre_hook(_use_masks, with_kwargs=True)
+        text_model.register_forward_hook(_use_lengths, always_call=True)
+
+
+def _use_masks(text_model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    given = [*arguments[1:], *map(keywords.get, ("attention_mask", "position_ids", "past_key_values"))]
+    if "packed_lengths" not in keywords and any(each is not None for each in given):
+        text_model.config._attn_implementation = _MASKED
+
+
+def _use_lengths(text_model: Any, *_: Any) -> None:
+    text_model.config._attn_implementation = NAME
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -93,7 +120,8 @@ def packed_attention(
         query: (1, H, N, D), or (B, H, L, D) for padded texts.
         key: (1, K, N, D) keys; K, the number of their heads, divides H.
         value: (1, K, N, E).
-        attention_mask: None; padding is on the right, where causal attention needs no mask.
+        attention_mask: (B, 1, L, M) mask that is added to the logits, see :func:`keep_masks`; None for padding on the
+            right, where causal attention needs no mask.
         dropout: 0.
         scaling: factor of the logits; None is 1 / sqrt(D).
         sliding_window: number of tokens that a token attends to, itself included; None is all before it.
@@ -111,13 +139,15 @@ def packed_attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if not causal or dropout or attention_mask is not None or unsupported:
+    if not causal or dropout or (attention_mask is not None and packed_lengths is not None) or unsupported:
         raise NotImplementedError(
             f"{type(module).__name__} needs {', '.join(unsupported) or 'a mask or dropout'}, which attention over "
             f"concatenated texts does not support"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = (scale, sliding_window, softcap)
+    if attention_mask is not None:
+        return _attend_block(query, key, value, attention_mask, scale=scale, softcap=softcap).transpose(1, 2), None
     if packed_lengths is None:
         if softcap is None and (sliding_window is None or query.shape[2] <= sliding_window):
             output: Tensor = sdpa_attention_forward(module, query, key, value, None, scaling=scale, is_causal=True)[0]
@@ -343,3 +373,5 @@ def _bounds(lengths: PackedLengths, device: torch.device) -> _Bounds:
 
 
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(_MASKED, packed_attention)
+AttentionMaskInterface.register(_MASKED, eager_mask)

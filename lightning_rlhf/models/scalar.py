@@ -14,6 +14,7 @@ from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.lora import merged_weights
 from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
+from lightning_rlhf.models.packed_attention import keep_masks
 from lightning_rlhf.models.score_heads import LayeredScore, name_layered_class
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of
 
@@ -49,6 +50,7 @@ class ScalarModel(nn.Module):
             )
         if backbone_of(lm) is None:
             raise UsageError(f"{type(lm).__name__} has no backbone under its head: use another model for this role")
+        keep_masks(lm)
         self.lm: Any = lm
         self.image_features: FeatureCache | None = None  # of a frozen image encoder
         self.computes_in_bfloat16 = False  # with float32 weights, by use_master_weights

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_rlhf import FromConfig
 from lightning_rlhf.batching.packing import PackedLengths, pack_responses, pack_texts
 from lightning_rlhf.models import packed_attention as module
-from lightning_rlhf.models.packed_attention import ARCHITECTURES, NAME, _attend, packed_attention
+from lightning_rlhf.models.packed_attention import ARCHITECTURES, NAME, _attend, has_packed_attention, packed_attention
 from tests.helpers import assert_close
 from tests.stand_ins import VOCABULARY
 
@@ -213,7 +213,7 @@ def attend(**options):
         ({"s_aux": torch.zeros(2)}, "s_aux"),
         ({"dropout": 0.1}, "a mask or dropout"),
         ({"is_causal": False}, "a mask or dropout"),
-        ({"attention_mask": torch.zeros(5, 5)}, "a mask or dropout"),
+        ({"attention_mask": torch.zeros(4, 4), "packed_lengths": PackedLengths((3, 1), ((), ()))}, "a mask or dropout"),
     ],
 )
 def test_unsupported_models_are_rejected(options, message):
@@ -224,3 +224,60 @@ def test_unsupported_models_are_rejected(options, message):
 def test_row_of_another_length_is_rejected():
     with pytest.raises(ValueError, match="the query of a packed row has shape"):
         attend(packed_lengths=PackedLengths((3, 1), ((), ())))
+
+
+def padded_left():
+    """Return texts of several lengths, padded on the left, with their mask and positions."""
+    ids, mask = torch.full((3, 9), 7), torch.zeros(3, 9, dtype=torch.long)
+    draw = torch.Generator().manual_seed(1)
+    for row, length in enumerate((4, 9, 6)):
+        ids[row, -length:] = torch.randint(3, VOCABULARY, (length,), generator=draw)
+        mask[row, -length:] = 1
+    return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_passes_with_a_mask_of_their_own_are_those_of_transformers(name):
+    ids, mask, positions = padded_left()
+    ours, theirs = source(name).causal().lm, source(name, "eager").causal().lm
+    for arguments in ({"attention_mask": mask}, {"attention_mask": mask, "position_ids": positions}):
+        logits, wanted = (lm(ids, use_cache=False, **arguments).logits[mask.bool()] for lm in (ours, theirs))
+        assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    row = torch.cat([ids[0, -4:], ids[2, -6:]]).unsqueeze(0)  # two texts that only positions separate
+    of_row = {"position_ids": torch.cat([torch.arange(4), torch.arange(6)]).unsqueeze(0), "use_cache": False}
+    assert_close(ours(row, **of_row).logits, theirs(row, **of_row).logits, rtol=1e-4, atol=1e-5)
+    made, expected = (
+        lm.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        for lm in (ours, theirs)
+    )
+    assert made.tolist() == expected.tolist()
+    assert has_packed_attention(ours)
+
+
+def test_scalar_model_keeps_masks_too():
+    ids, mask, _ = padded_left()
+    ours, theirs = source("qwen2").scalar().lm, source("qwen2", "eager").scalar().lm
+    for lm in (ours, theirs):
+        torch.nn.init.normal_(lm.score.weight, generator=torch.Generator().manual_seed(0))
+    scores, wanted = (lm(ids, attention_mask=mask).logits for lm in (ours, theirs))
+    assert_close(scores, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_gradients_with_a_mask_and_activation_checkpointing_are_those_of_transformers(name):
+    ids, mask, _ = padded_left()
+    gradients = []
+    for attention in (None, "eager"):
+        lm = source(name, attention).causal().lm.train()
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        lm(ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float().logsumexp(-1).sum().backward()
+        gradients.append([parameter.grad for parameter in lm.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_failed_pass_with_a_mask_leaves_the_attention_as_it_was():
+    lm = source("qwen2").causal().lm
+    with pytest.raises(IndexError):
+        lm(torch.full((1, 4), VOCABULARY), attention_mask=torch.ones(1, 4))
+    assert has_packed_attention(lm)

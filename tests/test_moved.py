@@ -22,7 +22,7 @@ def test_each_new_name_exists(old):
             f"class {last}:", f"class {last}("
         )
     else:
-        folders = pkgutil.resolve_name(package).__path__
+        folders = getattr(pkgutil.resolve_name(package), "__path__", [])
         assert last in {module.name for module in pkgutil.iter_modules(folders)} or pkgutil.resolve_name(name)
 
 

@@ -1,6 +1,6 @@
 """Corrections for tokens that were sampled from another policy than the trained one: weights, rejections, metrics."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -41,8 +41,8 @@ class RolloutCorrection:
     Training", Yao et al. 2025), or 0 outside them (IcePop, "Every Step Evolves", Ling Team 2025). It multiplies the
     loss of a token. A token of weight 0 still counts in the denominator, but a rejected token does not.
 
-    verl's presets are classmethods of the same names, for example ``RolloutCorrection.bypass_ppo_clip()`` and
-    ``RolloutCorrection.decoupled_token_is(upper=2.0)``. In YAML, ``class_path`` may name the class or a classmethod.
+    verl's presets are class methods of ``lightning_rlhf.extras.algorithms.verl_corrections.VerlCorrection``. In YAML,
+    ``class_path`` may name a class or a class method.
 
     Args:
         level: level of the ratio that is the weight. None gives every token weight 1.
@@ -194,115 +194,6 @@ class RolloutCorrection:
             "sequence_below_fraction": (response_ratio < reported_low, rows),
             "outside_fraction": (outside.expand(mask.shape), mask),  # of tokens at every level
         }
-
-    # -- verl's presets -----------------------------------------------------------------------------------------
-    # is: importance weights; tis: truncated ones; rs: rejection sampling; geo: by the geometric mean of the tokens'
-    # ratios; pg: policy gradient without the ratio of updates (bypass); k1, k3: see Rejection.
-
-    @classmethod
-    def disabled(cls) -> "RolloutCorrection":
-        """Compute metrics only."""
-        return cls()
-
-    @classmethod
-    def decoupled_token_is(cls, upper: float = 2.0) -> "RolloutCorrection":
-        """Truncated weights of tokens."""
-        return cls("token", upper)
-
-    @classmethod
-    def decoupled_seq_is(cls, upper: float = 2.0) -> "RolloutCorrection":
-        """Truncated weights of responses."""
-        return cls("sequence", upper)
-
-    @classmethod
-    def decoupled_token_icepop(cls, upper: float = 5.0, lower: float = 0.5) -> "RolloutCorrection":
-        """Weights of tokens, 0 out of bounds."""
-        return cls("token", upper, lower, "mask")
-
-    @classmethod
-    def decoupled_seq_is_rs(
-        cls, upper: float = 2.0, reject_lower: float = 0.5, reject_upper: float = 2.0
-    ) -> "RolloutCorrection":
-        """Truncated weights of responses; those whose ratio is out of bounds are rejected."""
-        return cls("sequence", upper, rejections=(Rejection("k1", "sequence_sum", reject_upper, reject_lower),))
-
-    @classmethod
-    def decoupled_geo_rs(cls, reject_lower: float = 0.999, reject_upper: float = 1.001) -> "RolloutCorrection":
-        """Responses are rejected by the geometric mean of their tokens' ratios."""
-        return cls(rejections=(Rejection("k1", "sequence_mean", reject_upper, reject_lower),))
-
-    @classmethod
-    def decoupled_geo_rs_seq_tis(
-        cls, upper: float = 2.0, reject_lower: float = 0.999, reject_upper: float = 1.001
-    ) -> "RolloutCorrection":
-        """As ``decoupled_geo_rs``, with truncated weights of responses."""
-        return replace(cls.decoupled_geo_rs(reject_lower, reject_upper), level="sequence", upper=upper)
-
-    @classmethod
-    def decoupled_geo_rs_token_tis(
-        cls, upper: float = 2.0, reject_lower: float = 0.999, reject_upper: float = 1.001
-    ) -> "RolloutCorrection":
-        """As ``decoupled_geo_rs``, with truncated weights of tokens."""
-        return replace(cls.decoupled_geo_rs(reject_lower, reject_upper), level="token", upper=upper)
-
-    @classmethod
-    def decoupled_k3_rs(cls, reject_upper: float = 0.01) -> "RolloutCorrection":
-        """Responses are rejected by the mean of k3 over their tokens."""
-        return cls(rejections=(Rejection("k3", "sequence_mean", reject_upper),))
-
-    @classmethod
-    def decoupled_k3_rs_seq_tis(cls, upper: float = 2.0, reject_upper: float = 0.01) -> "RolloutCorrection":
-        """As ``decoupled_k3_rs``, with truncated weights of responses."""
-        return replace(cls.decoupled_k3_rs(reject_upper), level="sequence", upper=upper)
-
-    @classmethod
-    def decoupled_k3_rs_token_tis(cls, upper: float = 2.0, reject_upper: float = 0.01) -> "RolloutCorrection":
-        """As ``decoupled_k3_rs``, with truncated weights of tokens."""
-        return replace(cls.decoupled_k3_rs(reject_upper), level="token", upper=upper)
-
-    @classmethod
-    def bypass_ppo_clip(cls) -> "RolloutCorrection":
-        """For a clipped policy loss, whose ratio corrects."""
-        return cls(bypass=True)
-
-    @classmethod
-    def bypass_ppo_clip_geo_rs(cls, reject_lower: float = 0.999, reject_upper: float = 1.001) -> "RolloutCorrection":
-        """For a clipped policy loss; rejects as ``decoupled_geo_rs``."""
-        return replace(cls.decoupled_geo_rs(reject_lower, reject_upper), bypass=True)
-
-    @classmethod
-    def bypass_ppo_clip_k3_rs(cls, reject_upper: float = 0.01) -> "RolloutCorrection":
-        """For a clipped policy loss; rejects as ``decoupled_k3_rs``."""
-        return replace(cls.decoupled_k3_rs(reject_upper), bypass=True)
-
-    @classmethod
-    def bypass_pg_is(cls, upper: float = 2.0) -> "RolloutCorrection":
-        """For a plain policy gradient, with truncated weights of responses."""
-        return cls("sequence", upper, bypass=True)
-
-    @classmethod
-    def bypass_pg_token_icepop(cls, upper: float = 5.0, lower: float = 0.5) -> "RolloutCorrection":
-        """For a plain policy gradient, with weights of tokens, 0 out of bounds."""
-        return cls("token", upper, lower, "mask", bypass=True)
-
-    @classmethod
-    def bypass_pg_geo_rs(cls, reject_lower: float = 0.999, reject_upper: float = 1.001) -> "RolloutCorrection":
-        """For a plain policy gradient; rejects as ``decoupled_geo_rs``."""
-        return replace(cls.decoupled_geo_rs(reject_lower, reject_upper), bypass=True)
-
-    @classmethod
-    def bypass_pg_geo_rs_seq_tis(
-        cls, upper: float = 2.0, reject_lower: float = 0.999, reject_upper: float = 1.001
-    ) -> "RolloutCorrection":
-        """As ``bypass_pg_geo_rs``, with truncated weights of responses."""
-        return replace(cls.decoupled_geo_rs_seq_tis(upper, reject_lower, reject_upper), bypass=True)
-
-    @classmethod
-    def bypass_pg_geo_rs_token_tis(
-        cls, upper: float = 2.0, reject_lower: float = 0.999, reject_upper: float = 1.001
-    ) -> "RolloutCorrection":
-        """As ``bypass_pg_geo_rs``, with truncated weights of tokens."""
-        return replace(cls.decoupled_geo_rs_token_tis(upper, reject_lower, reject_upper), bypass=True)
 
 
 def _rejected(rejection: Rejection, log_ratio: Tensor, mask: Tensor) -> Parts:

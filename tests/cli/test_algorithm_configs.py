@@ -8,8 +8,8 @@ import yaml
 from lightning_rlhf.cli.main import RLHFCLI
 from lightning_rlhf.extras.algorithms.group_advantages import GDPO
 from lightning_rlhf.extras.algorithms.sequence_policy_losses import GSPOLoss
+from lightning_rlhf.extras.algorithms.verl_corrections import VerlCorrection
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum
-from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.resampling import ScoreResampling
@@ -72,8 +72,8 @@ def test_every_configuration_builds_its_objects(cli, path, monkeypatch):
     [
         ("gspo", {"policy_loss": GSPOLoss(3e-4, 4e-4), "aggregation": SequenceMeanTokenMean()}),
         ("gdpo", {"advantages": GDPO(("accuracy", "overlong"), (1.0, 0.5))}),
-        ("tis", {"correction": RolloutCorrection.decoupled_token_is(2.0)}),
-        ("bypass", {"correction": RolloutCorrection.bypass_ppo_clip()}),
+        ("tis", {"correction": VerlCorrection.decoupled_token_is(2.0)}),
+        ("bypass", {"correction": VerlCorrection.bypass_ppo_clip()}),
         ("dr_grpo", {"advantages": GRPO(normalize_std=False), "aggregation": SequenceMeanTokenSum(40)}),
         ("dapo", {"policy_loss": ClippedPolicyLoss(clip_range_low=0.2, clip_range_high=0.28)}),
         ("pf_ppo", {"resampling": ScoreResampling("max_random")}),

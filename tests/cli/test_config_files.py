@@ -100,7 +100,7 @@ def test_class_of_the_wrong_kind_is_not_called(fit, config):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_plan_reads_a_correction_built_by_a_class_method(config, monkeypatch, capsys):
-    correction = "lightning_rlhf.objectives.corrections.RolloutCorrection.bypass_ppo_clip"
+    correction = "lightning_rlhf.extras.algorithms.verl_corrections.VerlCorrection.bypass_ppo_clip"
     config["model"]["init_args"]["correction"] = {"class_path": correction}
     Path("run.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "plan", "--config", "run.yaml", "--gpus", "1"])

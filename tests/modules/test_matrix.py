@@ -14,6 +14,7 @@ from lightning_rlhf.extras.algorithms.group_advantages import BestAgainstWorst
 from lightning_rlhf.extras.algorithms.policy_losses import DROLoss
 from lightning_rlhf.extras.algorithms.teacher_advantages import NoAdvantages, TeacherLogRatio
 from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaseline, ToolOptimalTokenBaseline
+from lightning_rlhf.extras.algorithms.verl_corrections import VerlCorrection
 from lightning_rlhf.objectives import group_advantages as groups
 from lightning_rlhf.objectives import policy_losses as tokens
 from lightning_rlhf.objectives import return_advantages as returns
@@ -95,7 +96,7 @@ def moves(estimator, pairs, micro_batch_tokens):
         TinyModel(SMALL, dtype="float64"),
         ref=TinyModel(SMALL, seed=1, dtype="float64"),
         advantages=estimator,
-        correction=RolloutCorrection.decoupled_token_is(),
+        correction=VerlCorrection.decoupled_token_is(),
         kl_reward=KLTerm(0.1 if estimator.reads_total_reward else 0.0),
         kl_loss=KLTerm(0.01, "k3"),
         ent_coef=0.01,

@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
+from lightning_rlhf.extras.algorithms.verl_corrections import VerlCorrection
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.rejections import Rejection
 from tests.helpers import (
@@ -311,12 +313,12 @@ def from_verl(config):
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_equal_those_of_verl(name):
     config = golden("corrections")["outputs"]["presets"][name]["config"]
-    assert getattr(RolloutCorrection, name)() == from_verl(config)
+    assert asdict(getattr(VerlCorrection, name)()) == asdict(from_verl(config))
 
 
 def test_presets_are_exactly_those_of_verl():
-    public = {name for name, _ in inspect.getmembers(RolloutCorrection, inspect.ismethod) if not name.startswith("_")}
-    assert public == set(PRESETS)
+    methods = inspect.getmembers(VerlCorrection, inspect.ismethod)
+    assert {name for name, _ in methods if not name.startswith("_")} == set(PRESETS)
 
 
 def call_recorded(correction):
@@ -549,8 +551,8 @@ def test_normalization_of_zero_or_rejected_weights_divides_by_nothing():
 def test_metrics_are_measured_before_weights_and_rejections():
     mask = torch.ones(3, 5, dtype=torch.bool)
     old, rollout = logprobs_of(mask, 7)
-    measured = RolloutCorrection.disabled()(old, rollout, mask)[2]
-    metrics = RolloutCorrection.decoupled_geo_rs_seq_tis()(old, rollout, mask)[2]
+    measured = VerlCorrection.disabled()(old, rollout, mask)[2]
+    metrics = VerlCorrection.decoupled_geo_rs_seq_tis()(old, rollout, mask)[2]
     changed = {name for name, value in measured.items() if metrics[name] != value}
     assert changed == {"rollout_corr/rejected_fraction", "rollout_corr/rejected_sequence_fraction"}
 
@@ -558,6 +560,7 @@ def test_metrics_are_measured_before_weights_and_rejections():
 # -- from YAML -----------------------------------------------------------------------------------------------
 
 PATH = "lightning_rlhf.objectives.corrections.RolloutCorrection"
+PRESET = "lightning_rlhf.extras.algorithms.verl_corrections.VerlCorrection"
 
 
 class Learner:
@@ -582,8 +585,8 @@ class Learner:
             RolloutCorrection("token", 3.0, rejections=(Rejection("k1", "sequence_max", math.inf, 1e-4),)),
         ),
         ({"level": "geometric", "mode": "mask"}, RolloutCorrection("geometric", mode="mask")),
-        ({"class_path": f"{PATH}.decoupled_geo_rs_seq_tis"}, RolloutCorrection.decoupled_geo_rs_seq_tis()),
-        ({"class_path": f"{PATH}.bypass_pg_is", "init_args": {"upper": 4}}, RolloutCorrection.bypass_pg_is(4.0)),
+        ({"class_path": f"{PRESET}.decoupled_geo_rs_seq_tis"}, VerlCorrection.decoupled_geo_rs_seq_tis()),
+        ({"class_path": f"{PRESET}.bypass_pg_is", "init_args": {"upper": 4}}, VerlCorrection.bypass_pg_is(4.0)),
     ],
 )
 def test_correction_and_preset_can_be_configured_in_yaml(written, expected):

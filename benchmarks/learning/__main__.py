@@ -124,7 +124,8 @@ def best_of(runs: dict[str, list[Run]], directory: Path) -> tuple[float, dict[st
 def mean(values: list[float], digits: int = 1) -> str:
     """Return a mean with its 95 % interval."""
     if any(math.isinf(value) for value in values):
-        return f"not reached by {sum(map(math.isinf, values))} of {len(values)}"
+        missed = sum(map(math.isinf, values))
+        return f"not reached by {missed} of {len(values)}" if len(values) > 1 else "not reached"
     center = statistics.mean(values)
     if len(values) < 2:
         return f"{center:.{digits}f}"
@@ -205,7 +206,8 @@ def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str
                 )
             swept += [
                 f"| {variant.replace('-', ', ')} | {name_of(run)} | {run.rate:g} "
-                f"| {reached(run.curve(directory), target, 'cpu'):.1f} | {run.curve(directory)[-1]['accuracy']:.3f} |"
+                f"| {mean([reached(run.curve(directory), target, 'cpu')])} "
+                f"| {run.curve(directory)[-1]['accuracy']:.3f} |"
                 for group in runs.values()
                 for run in group
             ]

@@ -19,8 +19,9 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",  # as in lightning-rlhf: vLLM would compile its sampler in the first steps
 }
+if not Path("/dev/nvidiactl").exists():  # as in lightning-rlhf: vLLM would compile its sampler in the first steps
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 import torch
 from datasets import Dataset
@@ -98,14 +99,18 @@ def score_only_responses() -> None:
     utils._use_triton = distillation_trainer._use_triton = lambda device: True
 
 
-def patch_vllm(dtype: str) -> None:
-    """Make TRL's vLLM in the same process work on a CPU: its dtype, and a reload of weights that vLLM has packed."""
+def patch_vllm(dtype: str, seed: int = 0) -> None:
+    """Make TRL's vLLM in the same process work on a CPU: its dtype, and a reload of weights that vLLM has packed.
+
+    Args:
+        seed: seed of vLLM's samples, in the place of TRL's, which is 0 for each run of one process.
+    """
     from trl.generation import vllm_generation
 
     make = vllm_generation.LLM
 
     def llm(**arguments: Any) -> Any:
-        return make(**{**arguments, "dtype": dtype, "enforce_eager": True, "disable_log_stats": True})
+        return make(**{**arguments, "dtype": dtype, "seed": seed, "enforce_eager": True, "disable_log_stats": True})
 
     def sync_weights(self: Any) -> None:
         runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
@@ -367,12 +372,14 @@ def ppo_trainer(
         "lam": 1.0,
         "gamma": 1.0,
     } | arguments
+    critic = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    torch.nn.init.zeros_(critic.score.weight)  # as lightning-rlhf does; transformers draws it at random
     return PPOTrainer(
         args=PPOConfig(**arguments),
         processing_class=tokenizer,
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         ref_model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        value_model=AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32),
+        value_model=critic,
         train_dataset=Dataset.from_list([{"input_ids": tokenizer(row["prompt"])["input_ids"]} for row in rows]),
         **parts,
     )

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.compare.__main__ import peer_python
-from benchmarks.learning.tasks import GYM, TASKS, Task, prepare
+from benchmarks.learning.tasks import TASKS, Task, prepare
 from tests.proofs import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {"ours": "lightning-rlhf", "trl": "TRL 1.16"}
 PPO_PEER = "TRL 1.12"  # the last release with PPO
 PART = 0.8  # of the best final accuracy of both libraries: the target
+LAST = 3  # evaluations whose mean is the final accuracy
 T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t for a number of seeds
 COLORS = {"ours": "#2a78d6", "trl": "#d9822b"}
 
@@ -62,6 +64,14 @@ def execute_all(runs: Iterable[Run], directory: Path, threads: int, at_once: int
         list(pool.map(lambda run: execute(run, directory, threads, at_once), runs))
 
 
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def execute(run: Run, directory: Path, threads: int, at_once: int) -> None:
     """Run one training unless its result exists."""
     file = run.file(directory)
@@ -73,6 +83,7 @@ def execute(run: Run, directory: Path, threads: int, at_once: int) -> None:
     command = [python, "-m", f"benchmarks.learning.{'ours' if ours else 'trl_runs'}", run.task, run.variant]
     command += [f"{run.rate:g}", str(run.seed), str(directory), str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    environment["MASTER_PORT"] = str(free_port())  # of TRL's vLLM, which otherwise has the same in each run
     with file.with_suffix(".log").open("w") as output:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
     if ended.returncode or not file.exists():
@@ -95,6 +106,16 @@ def touched(points: list[dict[str, float]], target: float, which: str) -> float:
     return next((point[which] for point in points if point["accuracy"] >= target), math.inf)
 
 
+def final(points: list[dict[str, float]]) -> float:
+    """Return the final accuracy: the mean of the last evaluations, because one of them is noisy."""
+    return statistics.mean(point["accuracy"] for point in points[-LAST:])
+
+
+def clock_of(points: list[dict[str, float]]) -> str:
+    """Return the time that counts: processor seconds, or wall seconds if there is a GPU."""
+    return "wall" if points[0].get("gpus") else "cpu"
+
+
 def sweep(task: Task, variant: str) -> dict[str, list[Run]]:
     """Return the runs of the first seed of each library, one for each learning rate."""
     rates = task.rates[variant.split("-")[0]]
@@ -109,16 +130,29 @@ def best_of(runs: dict[str, list[Run]], directory: Path) -> tuple[float, dict[st
     curves = {run: run.curve(directory) for group in runs.values() for run in group}
     if not all(curves.values()):
         return None
-    target = PART * max(points[-1]["accuracy"] for points in curves.values())
+    target = PART * max(map(final, curves.values()))
 
     def order(run: Run) -> tuple[float, float]:
-        return reached(curves[run], target, "cpu"), -curves[run][-1]["accuracy"]
+        return reached(curves[run], target, clock_of(curves[run])), -final(curves[run])
 
     best = {}
     for library, group in runs.items():
-        highest = max(curves[run][-1]["accuracy"] for run in group)
-        best[library] = min((run for run in group if curves[run][-1]["accuracy"] >= 0.95 * highest), key=order)
+        highest = max(final(curves[run]) for run in group)
+        best[library] = min((run for run in group if final(curves[run]) >= 0.95 * highest), key=order)
     return target, best
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """Return a ratio of means with its 95 % interval, which is that of a log-ratio; a dash if a run has no time."""
+    if not all(map(math.isfinite, [*ours, *theirs])):
+        return "-"
+    means = statistics.mean(ours), statistics.mean(theirs)
+    if len(ours) < 2 or len(theirs) < 2:
+        return f"{means[0] / means[1]:.2f}"
+    parts = zip((ours, theirs), means, strict=True)
+    deviation = math.sqrt(sum(statistics.variance(values) / len(values) / center**2 for values, center in parts))
+    factor = math.exp(T.get(min(len(ours), len(theirs)), 1.96) * deviation)
+    return f"{means[0] / means[1]:.2f} ({means[0] / means[1] / factor:.2f} to {means[0] / means[1] * factor:.2f})"
 
 
 def mean(values: list[float], digits: int = 1) -> str:
@@ -142,7 +176,8 @@ def seeds_of(best: Run, seeds: int, directory: Path) -> list[list[dict[str, floa
 def drawing(curves: dict[str, list[list[dict[str, float]]]], target: float, names: dict[str, str]) -> str:
     """Return a picture of accuracy against processor seconds: a line for each seed."""
     width, height, left, low = 640, 300, 50, 40
-    longest = max(curve[-1]["cpu"] for group in curves.values() for curve in group) or 1.0
+    clock = clock_of(next(iter(curves.values()))[0])
+    longest = max(curve[-1][clock] for group in curves.values() for curve in group) or 1.0
 
     def at(cpu: float, accuracy: float) -> str:
         return f"{left + cpu / longest * (width - left - 10):.1f},{height - low - accuracy * (height - low - 30):.1f}"
@@ -162,12 +197,13 @@ def drawing(curves: dict[str, list[list[dict[str, float]]]], target: float, name
         x, _ = at(part * longest, 0).split(",")
         anchor = "end" if part == 1 else "middle"
         parts.append(f'<text x="{x}" y="{height - low + 18}" text-anchor="{anchor}">{part * longest:.0f}</text>')
-    parts.append(f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">CPU seconds of training</text>')
+    unit = "CPU seconds" if clock == "cpu" else "wall seconds"
+    parts.append(f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">{unit} of training</text>')
     for number, (library, group) in enumerate(curves.items()):
         color = COLORS[library]
         parts.append(f'<text x="{left + 160 * number}" y="18" fill="{color}">{names[library]}</text>')
         for curve in group:
-            points = " ".join(at(point["cpu"], point["accuracy"]) for point in curve)
+            points = " ".join(at(point[clock], point["accuracy"]) for point in curve)
             parts.append(
                 f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5" opacity="0.75"/>'
             )
@@ -189,14 +225,15 @@ def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str
             at_once = max(
                 [at_once, *(curve[0].get("runs at once", 1.0) for group in curves.values() for curve in group)]
             )
-            peer = statistics.mean(reached(c, target, "cpu") for c in curves["trl"])
+            clock = clock_of(curves["trl"][0])
+            peer = [reached(curve, target, clock) for curve in curves["trl"]]
             for library, run in best.items():
                 group = curves[library]
                 cpu, wall = ([reached(curve, target, which) for curve in group] for which in ("cpu", "wall"))
                 first = [touched(curve, target, "cpu") for curve in group]
-                is_known = math.isfinite(peer) and all(map(math.isfinite, cpu))
-                shown_ratio = f"{statistics.mean(cpu) / peer:.2f}" if is_known else "-"
-                finals = [curve[-1]["accuracy"] for curve in group]
+                shown_ratio = ratio([reached(curve, target, clock) for curve in group], peer)
+                shown_ratio = shown_ratio if library == "ours" else ""
+                finals = list(map(final, group))
                 middle = statistics.median(reached(curve, target, "step") for curve in group)
                 steps = f"{middle:g}" if math.isfinite(middle) else "-"
                 rows.append(
@@ -207,7 +244,7 @@ def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str
             swept += [
                 f"| {variant.replace('-', ', ')} | {name_of(run)} | {run.rate:g} "
                 f"| {mean([reached(run.curve(directory), target, 'cpu')])} "
-                f"| {run.curve(directory)[-1]['accuracy']:.3f} |"
+                f"| {final(run.curve(directory)):.3f} |"
                 for group in runs.values()
                 for run in group
             ]
@@ -229,26 +266,30 @@ HEAD = """# Time to accuracy compared with TRL
 
 How long until your model is better than before? Here both libraries train the same model on the same rows, and we
 measure the time until 80 % of the best final accuracy that any of them reached. `make benchmark-learning` repeats it
-on your machine, also on a GPU, and writes this page.
+on your machine, and writes this page. With a GPU, rates and ratios go by wall seconds; we have not run it on one.
 
 - The same: model, prompts, rewards, responses and updates per step, AdamW, a constant learning rate without warm-up.
   With GRPO also clip 0.2, no KL, rewards divided by the deviation of their group, LoRA of rank 16 on all linear
-  layers. Everything else is each library's default.
-- Defaults that differ: with GRPO, TRL computes the log-probabilities of the responses once more before the update and
-  corrects those of vLLM (`vllm_importance_sampling_correction`), lightning-rlhf takes them from the first update.
-  TRL's vLLM has the same seed in all runs, so that its seeds differ in the order of the prompts and in the adapters.
-  TRL's default on a CPU is bfloat16.
+  layers. With PPO also the coefficients, the clip of values and a critic that begins at 0.
+- Not TRL's defaults: it does not correct the log-probabilities of vLLM (`vllm_importance_sampling_correction`), which
+  would take a forward pass that one update per rollout does not need, and which lightning-rlhf does not do either.
+  Its vLLM gets the seed of the run. SFT runs without padding (`padding_free`). On a CPU it would train in bfloat16.
+- Not lightning-rlhf's default: `keep_groups`, with which responses to a prompt share its forward pass.
+- What differs: TRL's PPO does not clip gradients. Its base under LoRA has float32 weights, ours bfloat16 ones in
+  bfloat16, with which a step of TRL takes 0.98 times the seconds, but its base is rounded at each push. In float32, lightning-rlhf multiplies with oneDNN where that is faster, and TRL with MKL; the
+  [performance page](performance.md) has rows with the same products, and the further help that TRL gets there and here.
 - The rate of each library is swept over the same values with seed 1. Shown is the one with which it reached the target
-  first and stayed there until the end, among those that end within 5 % of its best final accuracy. We added the 5 %
-  after seeing that the fastest rate made TRL's later seeds fall. A run that touches the target and falls again has not
-  reached it; "touched" shows when that was.
-- One function evaluates both, greedily, on 256 held-out rows (128 for SmolLM2), while the clock stands still. Seconds
-  are those from the first step on. Intervals are 95 % of Student's t over the seeds.
+  first and stayed there until the end, among those that end within 5 % of its best final accuracy, the mean of the
+  last three evaluations. We added the 5 % after seeing that the fastest rate made TRL's later seeds fall. Seed 1
+  counts among the seeds. A run that touches the target and falls again has not reached it; "touched" shows when that
+  was.
+- One function evaluates both, greedily, on 256 held-out rows, in the dtype of the run, while the clock stands still.
+  Seconds are those from the first step on, in units of 0.01 s. Intervals are 95 % of Student's t over the seeds, those
+  of ratios in logarithms.
 - A ratio above 1 means that lightning-rlhf took longer, a dash that a run of one of the two never reached the target.
   Where the median is one step, the row compares first steps, which have costs that later ones do not have.
-- TRL gets the same help as in [performance](performance.md#how-fair-this-is).
 
-Measured on {date}: {machine}, one thread per process. No GPU.
+Measured on {date}: {machine}, one thread per process.
 """
 TABLE = (
     "| weights | library | rate | seeds | target | CPU s to the target | ratio | wall s | steps, median "
@@ -258,7 +299,7 @@ SWEEP = "| weights | library | rate | CPU s to the target | final accuracy |\n|-
 SECTION = {
     "addition": "## Addition: a model of 0.4 M parameters\n\n4 prompts with 8 responses each are a step of one update.",
     "addition-ppo": "## Addition with PPO\n\n32 responses are a step of two updates of actor and critic. TRL 1.12, "
-    "the last release with PPO, generates with transformers.",
+    "the last release with PPO,\ngenerates with transformers.",
     "addition-sft": "## Addition with SFT\n\n32 right answers are a step.",
     "addition-dpo": "## Addition with DPO\n\n32 right answers, each beside one that forgets a carry, are a step.",
     "addition-distillation": "## Addition with distillation\n\nThe teacher is the same model, trained on right "
@@ -274,14 +315,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--variants", nargs="*", help="such as full-float32; without it, those of each task")
-    parser.add_argument("--seeds", type=int, help="without it, 5 for addition and reasoning-gym, 3 for others")
+    parser.add_argument("--seeds", type=int, help="without it, 3 for the word problems and 5 for others")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time, which slow each other a little")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "learning")
     parser.add_argument("--write", type=Path, help="file that the page is written to")
     options = parser.parse_args()
     directory = options.directory.resolve()
-    seeds = {name: options.seeds or (5 if name in ("addition", *GYM) else 3) for name in TASKS}
+    seeds = {name: options.seeds or (3 if name == "problems" else 5) for name in TASKS}
     for name in options.tasks:
         prepare(name, directory)
         task: Any = TASKS[name]

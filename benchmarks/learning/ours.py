@@ -34,6 +34,7 @@ from lightning_rlhf.objectives.advantages import GAE  # noqa: E402
 from lightning_rlhf.objectives.aggregation import TokenMean  # noqa: E402
 from lightning_rlhf.objectives.kl_controllers import KLTerm  # noqa: E402
 from lightning_rlhf.objectives.preference_losses import DPOLoss  # noqa: E402
+from lightning_rlhf.objectives.value_losses import ClippedValueLoss  # noqa: E402
 from lightning_rlhf.rewards.function import RewardFunction  # noqa: E402
 
 
@@ -81,6 +82,7 @@ def parts_of(task: tasks.Task, folder: Path, weights: str, rate: float) -> tuple
             advantages=GAE(gamma=1.0, gae_lambda=1.0),
             kl_reward=KLTerm(tasks.KL, "k1"),
             vf_coef=tasks.VALUE,
+            value_loss=ClippedValueLoss(tasks.VALUE_CLIP),
             optimizer=optimizer,
             critic_optimizer=optimizer,
             minibatch_size=task.minibatch,
@@ -111,7 +113,7 @@ def main(name: str, variant: str, rate: str, seed: str, directory: str, result: 
     L.seed_everything(int(seed))
     module, data, callbacks = parts_of(task, folder, weights, float(rate))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    curve = tasks.Curve(tasks.Evaluation(name, Path(directory), tokenizer), Meter(Path(result)), task.every)
+    curve = tasks.Curve(tasks.Evaluation(name, Path(directory), tokenizer, dtype), Meter(Path(result)), task.every)
     trainer = L.Trainer(
         max_steps=task.steps,
         callbacks=complete([Points(curve), *callbacks]),

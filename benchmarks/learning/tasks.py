@@ -29,6 +29,7 @@ class Task:
     Attributes:
         name: name of its rows and, if it is not GRPO, of its algorithm.
         prompts: prompts of a step, each with ``group`` responses, of which ``minibatch`` make an update.
+        peer_rows: responses of a forward pass of TRL, the number with which it is fast and needs little memory.
         every: steps between two evaluations, which do not count as time.
         val_rows: held-out rows of an evaluation.
         rates: learning rates that are swept, of all weights and of adapters.
@@ -43,6 +44,7 @@ class Task:
     steps: int
     every: int
     rates: dict[str, tuple[float, ...]]
+    peer_rows: int = 32
     val_rows: int = 256
     variants: tuple[str, ...] = field(default=("full-float32", "lora-float32", "full-bfloat16", "lora-bfloat16"))
 
@@ -75,21 +77,21 @@ TASKS = {
                 steps=steps, every=1, rates={"full": rates}, variants=("full-float32",),
             )
             for algorithm, size, steps, rates in (
-                ("ppo", 16, 24, (2e-4, 4e-4, 8e-4)),
+                ("ppo", 16, 24, (5e-5, 1e-4, 2e-4, 4e-4)),
                 ("sft", 32, 24, (2e-4, 4e-4, 8e-4)),
                 ("dpo", 32, 16, (2e-5, 5e-5, 1e-4)),
                 ("distillation", 32, 24, (2e-4, 4e-4, 8e-4)),
             )
         ),
         Task(
-            "problems", prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=24, steps=24, every=4,
-            rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, val_rows=128,
+            "problems", prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=24, steps=12, every=2,
+            rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, peer_rows=8,
             variants=("full-float32", "lora-bfloat16"),
         ),
         *(
             Task(
-                name, prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=12, steps=24, every=4,
-                rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, val_rows=128,
+                name, prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=12, steps=12, every=2,
+                rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, peer_rows=8,
                 variants=("full-float32", "lora-bfloat16"),
             )
             for name in ("chainsum", "backward")
@@ -98,7 +100,7 @@ TASKS = {
 }  # fmt: skip
 RANK, ALPHA = 16, 32
 BETA = 0.1  # of DPO
-KL, VALUE = 0.05, 0.1  # coefficients of PPO
+KL, VALUE, VALUE_CLIP = 0.05, 0.1, 0.2  # coefficients and clip range of PPO
 
 
 def right_sum(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:
@@ -235,8 +237,8 @@ def read(path: Path) -> list[dict[str, str]]:
 class Evaluation:
     """Greedy accuracy on held-out rows, by transformers, whatever the library that trains."""
 
-    def __init__(self, name: str, directory: Path, tokenizer: Any) -> None:
-        self.task, self.tokenizer = TASKS[name], tokenizer
+    def __init__(self, name: str, directory: Path, tokenizer: Any, dtype: str) -> None:
+        self.task, self.tokenizer, self.in_bfloat16 = TASKS[name], tokenizer, dtype == "bfloat16"
         self.reward = REWARDS[self.task.rows]
         drawn = read(directory / self.task.rows / "val.jsonl")
         self.rows = random.Random(0).sample(drawn, min(self.task.val_rows, len(drawn)))
@@ -244,7 +246,11 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, model: Any) -> float:
-        """Return the fraction of right greedy responses of a model of transformers."""
+        """Return the fraction of right greedy responses of a model of transformers, in the dtype of the run."""
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=self.in_bfloat16):
+            return self._accuracy(model)
+
+    def _accuracy(self, model: Any) -> float:
         training, device, pad = model.training, next(model.parameters()).device, self.tokenizer.pad_token_id
         model.eval()
         end, scores = self.tokenizer.eos_token_id, []
@@ -281,6 +287,8 @@ class Curve:
     def stop(self) -> None:
         """Stop the time."""
         assert self.begun is not None
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.cpu += self.meter.cpu_seconds() - self.begun[0]
         self.wall += time.perf_counter() - self.begun[1]
 
@@ -290,6 +298,7 @@ class Curve:
             return
         self.stop()
         accuracy = self.evaluation(model)
-        self.points.append({"step": step, "cpu": self.cpu, "wall": self.wall, "accuracy": accuracy, "reward": reward})
+        point = {"step": step, "cpu": self.cpu, "wall": self.wall, "accuracy": accuracy, "reward": reward}
+        self.points.append(point | {"gpus": torch.cuda.device_count()})
         print(f"step {step}: {accuracy:.3f} after {self.cpu:.1f} CPU s, {self.wall:.1f} s", flush=True)
         self.start()

@@ -1,8 +1,8 @@
 """Train with TRL: ``python -m benchmarks.learning.trl_runs TASK VARIANT RATE SEED DIRECTORY RESULT``.
 
 Runs in the virtual environment of the peers, PPO in that of TRL 1.12. TRL's defaults for GRPO stay (loss ``dapo``, beta
-0, rewards scaled by the group, vLLM's log-probabilities corrected by sequence); where both libraries need a number, it
-is that of the task.
+0, rewards scaled by the group), but vLLM's log-probabilities are not corrected, which would take one more forward pass
+and which lightning-rlhf does not do either. Where both libraries need a number, it is that of the task.
 """
 
 import json
@@ -72,8 +72,10 @@ def grpo(task: tasks.Task, folder: Path, weights: str, arguments: dict[str, Any]
         from peft import LoraConfig
 
         adapters = LoraConfig(r=tasks.RANK, lora_alpha=tasks.ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    arguments |= {**vllm_of(task), "max_steps": task.steps * updates, "per_device_train_batch_size": task.minibatch}
-    arguments |= {"steps_per_generation": updates, "num_generations": task.group}
+    arguments |= {**vllm_of(task), "max_steps": task.steps * updates, "per_device_train_batch_size": task.peer_rows}
+    arguments |= {"gradient_accumulation_steps": task.minibatch // task.peer_rows, "num_generations": task.group}
+    arguments |= {"steps_per_generation": task.responses // task.peer_rows}
+    arguments |= {"vllm_importance_sampling_correction": False}
     GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         args=GRPOConfig(**arguments),
@@ -96,6 +98,7 @@ def ppo(task: tasks.Task, folder: Path, arguments: dict[str, Any], curve: tasks.
     arguments |= {"num_mini_batches": task.responses // task.minibatch, "num_ppo_epochs": 1, "max_steps": -1}
     arguments |= {"total_episodes": task.steps * task.responses, "response_length": task.response_tokens}
     arguments |= {"kl_coef": tasks.KL, "vf_coef": tasks.VALUE, "local_rollout_forward_batch_size": task.responses}
+    arguments |= {"cliprange_value": tasks.VALUE_CLIP}
     judge = trl_runs.reward_as_model(tokenizer, "=", reward, trl_runs.Seen())
     parts = {"reward_model": judge, "callbacks": [Points(curve, 1, {})]}
     trl_runs.ppo_trainer(folder / "model", tokenizer, rows, arguments, **parts).train()
@@ -111,7 +114,7 @@ def others(task: tasks.Task, folder: Path, arguments: dict[str, Any], curve: tas
     trainer: Any
     if task.algorithm == "sft":
         rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
-        trainer, parts["args"] = trl.SFTTrainer, trl.SFTConfig(**arguments)
+        trainer, parts["args"] = trl.SFTTrainer, trl.SFTConfig(**arguments, padding_free=True, max_length=None)
     elif task.algorithm == "dpo":
         trainer, parts["args"] = trl.DPOTrainer, trl.DPOConfig(**arguments, beta=tasks.BETA)
     else:
@@ -129,11 +132,11 @@ def main(name: str, variant: str, rate: str, seed: str, directory: str, result: 
     on_gpu = torch.cuda.is_available()
     if not on_gpu and task.algorithm != "ppo":
         score_only_responses()
-        patch_vllm(dtype)
+        patch_vllm(dtype, int(seed))
     arguments = common(Path(result).with_suffix(""), task.steps, task.responses, float(rate), dtype == "bfloat16")
     arguments |= {"seed": int(seed), "use_cpu": not on_gpu}
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    curve = tasks.Curve(tasks.Evaluation(name, Path(directory), tokenizer), Meter(Path(result)), task.every)
+    curve = tasks.Curve(tasks.Evaluation(name, Path(directory), tokenizer, dtype), Meter(Path(result)), task.every)
     if task.algorithm == "grpo":
         grpo(task, folder, weights, arguments, curve)
     elif task.algorithm == "ppo":

@@ -276,8 +276,9 @@ on your machine, and writes this page. With a GPU, rates and ratios go by wall s
   Its vLLM gets the seed of the run. SFT runs without padding (`padding_free`). On a CPU it would train in bfloat16.
 - Not lightning-rlhf's default: `keep_groups`, with which responses to a prompt share its forward pass.
 - What differs: TRL's PPO does not clip gradients. Its base under LoRA has float32 weights, ours bfloat16 ones in
-  bfloat16, with which a step of TRL takes 0.98 times the seconds, but its base is rounded at each push. In float32, lightning-rlhf multiplies with oneDNN where that is faster, and TRL with MKL; the
-  [performance page](performance.md) has rows with the same products, and the further help that TRL gets there and here.
+  bfloat16, with which a step of TRL takes 0.98 times the seconds, but its base is rounded at each push. In float32,
+  lightning-rlhf multiplies with oneDNN where that is faster, and TRL with MKL. The [performance page](performance.md)
+  has rows with the same products, and the further help that TRL gets there and here.
 - The rate of each library is swept over the same values with seed 1. Shown is the one with which it reached the target
   first and stayed there until the end, among those that end within 5 % of its best final accuracy, the mean of the
   last three evaluations. We added the 5 % after seeing that the fastest rate made TRL's later seeds fall. Seed 1

@@ -1,6 +1,7 @@
 """Commands of the Makefile, and the modules under benchmarks/, run with small sizes."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -138,7 +139,8 @@ def test_benchmark_of_servers():
 
 
 def curve(*accuracies):
-    """Points of a run whose steps take a second of processor time and two of wall time."""
+    """Points of a run whose steps take a second of processor time and two of wall time; the last value remains."""
+    accuracies += accuracies[-1:] * 2
     return [{"step": i, "cpu": float(i), "wall": 2.0 * i, "accuracy": value} for i, value in enumerate(accuracies)]
 
 
@@ -154,11 +156,25 @@ def test_page_of_learning_shows_the_first_to_reach_the_target_and_who_does_not(m
             run.file(tmp_path).write_text(json.dumps(curve(*accuracies)))
     for run, accuracies in ((runs["ours"][1], (0.2, 0.5, 0.9)), (runs["trl"][0], (0.2, 0.3, 0.7))):
         run._replace(seed=2).file(tmp_path).write_text(json.dumps(curve(*accuracies)))
-    page = learning.report(tmp_path, {"addition": 2}, tmp_path)
-    assert "| full, float32 | lightning-rlhf | 0.0002 | 2 | 0.80 | 1.5 ± 6.4 |" in page
+    learning.save(tmp_path, tmp_path / "all.json")
+    (tmp_path / "restored/images").mkdir(parents=True)
+    measured = learning.restore(tmp_path / "restored", tmp_path / "all.json")
+    page = learning.report(tmp_path / "restored", {"addition": 2}, tmp_path, measured)
+    assert page == learning.report(tmp_path, {"addition": 2}, None, measured)
+    assert f"Measured on {measured['date']}: {measured['machine']}" in page
+    assert "| full, float32 | lightning-rlhf | 0.0002 | 2 | 0.80 | 1.5 ± 6.4 | - |" in page
     assert "| full, float32 | TRL 1.16 | 0.0001 | 2 | 0.80 | not reached by 1 of 2 |" in page
     assert page.count("\n| full, float32 |") == 8  # two rows, six of the sweep
     assert (tmp_path / "learning_addition_full-float32.svg").read_text().count("<polyline") == 4
+
+
+def test_ratio_has_the_interval_of_logarithms_and_a_gpu_counts_wall_seconds():
+    # means 2 and 1, variances 0.5 and 0.02 of two each: exp(12.706 * sqrt(0.5 / 2 / 4 + 0.02 / 2)) = 30.6
+    assert learning.ratio([1.5, 2.5], [0.9, 1.1]) == "2.00 (0.07 to 61.21)"
+    assert learning.ratio([2.0], [1.0]) == "2.00"
+    assert learning.ratio([2.0, math.inf], [1.0, 1.0]) == "-"
+    assert learning.clock_of(curve(0.1)) == "cpu"
+    assert learning.clock_of([point | {"gpus": 1} for point in curve(0.1)]) == "wall"
 
 
 @pytest.mark.slow
@@ -169,11 +185,11 @@ def test_benchmark_of_learning(monkeypatch, tmp_path):
     monkeypatch.setattr(learning, "TASKS", {"addition": task})
     execute = learning.execute
 
-    def without_peer(run, directory, threads):
+    def without_peer(run, directory, *how):
         if run.library == "trl":  # which is not installed where the tests run
             run.file(directory).write_text(json.dumps(curve(0.2, 0.9)))
         else:
-            execute(run, directory, threads)
+            execute(run, directory, *how)
 
     monkeypatch.setattr(learning, "execute", without_peer)
     page = tmp_path / "docs/page.md"

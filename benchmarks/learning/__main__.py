@@ -210,9 +210,30 @@ def drawing(curves: dict[str, list[list[dict[str, float]]]], target: float, name
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def report(directory: Path, seeds: dict[str, int], pictures: Path | None) -> str:
+def save(directory: Path, file: Path) -> None:
+    """Write all curves to one file, with the machine and the date."""
+    curves = {str(path.relative_to(directory)): json.loads(path.read_text()) for path in directory.glob("*/*-*-*.json")}
+    described = {"machine": machine(), "date": f"{date.today():%d %B %Y}", "curves": dict(sorted(curves.items()))}
+    file.write_text(json.dumps(described, indent=0) + "\n")
+
+
+def restore(directory: Path, file: Path) -> dict[str, str]:
+    """Write the curves of a file into the directory, for more of them on the same machine, or for the page.
+
+    Returns:
+        ``machine`` and ``date`` of the file.
+    """
+    described: dict[str, Any] = json.loads(file.read_text())
+    for name, points in described.pop("curves").items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(points))
+    return described
+
+
+def report(directory: Path, seeds: dict[str, int], pictures: Path | None, measured: dict[str, str]) -> str:
     """Return the page of all that was measured."""
-    lines = [HEAD.format(machine=machine(), date=f"{date.today():%d %B %Y}")]
+    lines = [HEAD.format(**measured)]
     for task in TASKS.values():
         rows, shown, swept, at_once = [], [], [], 1.0
         for variant in task.variants:
@@ -321,8 +342,13 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time, which slow each other a little")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "learning")
     parser.add_argument("--write", type=Path, help="file that the page is written to")
+    parser.add_argument("--save", type=Path, help="file that all curves are written to")
+    parser.add_argument("--restore", type=Path, help="file of --save whose curves need not be measured again")
     options = parser.parse_args()
     directory = options.directory.resolve()
+    measured = {"machine": machine(), "date": f"{date.today():%d %B %Y}"}
+    if options.restore:
+        measured = restore(directory, options.restore)
     seeds = {name: options.seeds or (3 if name == "problems" else 5) for name in TASKS}
     for name in options.tasks:
         prepare(name, directory)
@@ -335,8 +361,10 @@ def main() -> None:
             assert found is not None
             others = range(2, seeds[name] + 1)
             execute_all((run._replace(seed=seed) for seed in others for run in found[1].values()), *how)
-    page = report(directory, seeds, options.write.parent / "images" if options.write else None)
+    page = report(directory, seeds, options.write.parent / "images" if options.write else None, measured)
     print(page)
+    if options.save:
+        save(directory, options.save)
     if options.write:
         options.write.write_text(page)
 

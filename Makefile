@@ -73,7 +73,7 @@ benchmark: install  ## compare with TRL, which takes about an hour and writes do
 	$(BIN)/python -m benchmarks.compare --write docs/performance.md $(ARGS)
 
 benchmark-learning: install  ## time to a better model compared with TRL, in hours, which writes docs/time_to_accuracy.md
-	$(BIN)/python -m benchmarks.learning --write docs/time_to_accuracy.md --save benchmarks/results/learning.json $(ARGS)
+	$(BIN)/python -m benchmarks.learning --write docs/time_to_accuracy.md --save benchmarks/learning/results.json $(ARGS)
 
 lint: install  ## style, types, spelling, and the workflows of GitHub
 	$(BIN)/ruff check .

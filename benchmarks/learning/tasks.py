@@ -31,6 +31,7 @@ class Task:
         prompts: prompts of a step, each with ``group`` responses, of which ``minibatch`` make an update.
         peer_rows: responses of a forward pass of TRL, the number with which it is fast and needs little memory.
         every: steps between two evaluations, which do not count as time.
+        sweep_seeds: number of seeds with which learning rates are swept, at most.
         val_rows: held-out rows of an evaluation.
         rates: learning rates that are swept, of all weights and of adapters.
     """
@@ -45,6 +46,7 @@ class Task:
     every: int
     rates: dict[str, tuple[float, ...]]
     peer_rows: int = 32
+    sweep_seeds: int = 5
     val_rows: int = 256
     variants: tuple[str, ...] = field(default=("full-float32", "lora-float32", "full-bfloat16", "lora-bfloat16"))
 
@@ -85,13 +87,13 @@ TASKS = {
         ),
         Task(
             "problems", prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=24, steps=12, every=2,
-            rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, peer_rows=8,
+            rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, peer_rows=8, sweep_seeds=1,
             variants=("full-float32", "lora-bfloat16"),
         ),
         *(
             Task(
                 name, prompts=8, group=8, minibatch=64, prompt_tokens=160, response_tokens=12, steps=12, every=2,
-                rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, peer_rows=8,
+                rates={"full": (3e-6, 1e-5, 3e-5), "lora": (1e-4, 2e-4, 4e-4)}, peer_rows=8, sweep_seeds=1,
                 variants=("full-float32", "lora-bfloat16"),
             )
             for name in ("chainsum", "backward")

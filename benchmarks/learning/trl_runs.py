@@ -114,7 +114,7 @@ def others(task: tasks.Task, folder: Path, arguments: dict[str, Any], curve: tas
     trainer: Any
     if task.algorithm == "sft":
         rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
-        trainer, parts["args"] = trl.SFTTrainer, trl.SFTConfig(**arguments, padding_free=True, max_length=None)
+        trainer, parts["args"] = trl.SFTTrainer, trl.SFTConfig(**arguments)
     elif task.algorithm == "dpo":
         trainer, parts["args"] = trl.DPOTrainer, trl.DPOConfig(**arguments, beta=tasks.BETA)
     else:

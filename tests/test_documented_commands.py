@@ -168,6 +168,21 @@ def test_page_of_learning_shows_the_first_to_reach_the_target_and_who_does_not(m
     assert (tmp_path / "learning_addition_full-float32.svg").read_text().count("<polyline") == 4
 
 
+def test_rate_is_the_one_that_most_seeds_reach_and_then_the_fastest(monkeypatch, tmp_path):
+    (tmp_path / "addition").mkdir()
+    small = replace(TASKS["addition"], variants=("full-float32",), rates={"full": (1e-4, 2e-4, 4e-4)})
+    monkeypatch.setattr(learning, "TASKS", {"addition": small})
+    runs = learning.sweep(small, "full-float32")
+    seeds = {1e-4: [(0.2, 0.3, 0.9), (0.2, 0.3, 0.9)], 2e-4: [(0.2, 0.9), (0.2, 0.9, 0.1)], 4e-4: [(0.2, 0.9), (0.2,)]}
+    for run in [run for group in runs.values() for run in group]:
+        for seed, accuracies in enumerate(seeds[run.rate], 1):
+            run._replace(seed=seed).file(tmp_path).write_text(json.dumps(curve(*accuracies)))
+    target, best = learning.best_of(runs, tmp_path, 2)
+    assert (target, best["ours"].rate, best["trl"].rate) == (pytest.approx(0.72), 1e-4, 1e-4)
+    run.file(tmp_path).unlink()
+    assert learning.best_of(runs, tmp_path, 2) is None
+
+
 def test_ratio_has_the_interval_of_logarithms_and_a_gpu_counts_wall_seconds():
     # means 2 and 1, variances 0.5 and 0.02 of two each: exp(12.706 * sqrt(0.5 / 2 / 4 + 0.02 / 2)) = 30.6
     assert learning.ratio([1.5, 2.5], [0.9, 1.1]) == "2.00 (0.07 to 61.21)"

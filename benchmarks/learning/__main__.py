@@ -217,9 +217,15 @@ def drawing(curves: dict[str, list[list[dict[str, float]]]], target: float, name
 
 def save(directory: Path, file: Path) -> None:
     """Write all curves to one file, with the machine and the date."""
-    curves = {str(path.relative_to(directory)): json.loads(path.read_text()) for path in directory.glob("*/*-*-*.json")}
-    described = {"machine": machine(), "date": f"{date.today():%d %B %Y}", "curves": dict(sorted(curves.items()))}
-    file.write_text(json.dumps(described, indent=0) + "\n")
+    lines = []
+    for path in sorted(directory.glob("*/*-*-*.json")):
+        points = [
+            {name: value for name, value in point.items() if not math.isnan(value)}
+            for point in json.loads(path.read_text())
+        ]
+        lines.append(f"{json.dumps(str(path.relative_to(directory)))}: {json.dumps(points, separators=(',', ':'))}")
+    described = json.dumps({"machine": machine(), "date": f"{date.today():%d %B %Y}"}).removesuffix("}")
+    file.write_text(described + ', "curves": {\n' + ",\n".join(lines) + "\n}}\n")
 
 
 def restore(directory: Path, file: Path) -> dict[str, str]:

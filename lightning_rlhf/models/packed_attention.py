@@ -86,7 +86,10 @@ def keep_masks(lm: PreTrainedModel) -> None:
 
 
 def _use_masks(text_model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    given = [*arguments[1:], *map(keywords.get, ("attention_mask", "position_ids", "past_key_values"))]
+    given = [*arguments[1:], *map(keywords.get, ("attention_mask", "past_key_values"))]
+    positions = keywords.get("position_ids")
+    if positions is not None and positions.ndim == 2:  # those of images have three axes, and separate no texts
+        given.append(positions)
     if "packed_lengths" not in keywords and any(each is not None for each in given):
         text_model.config._attn_implementation = _MASKED
 

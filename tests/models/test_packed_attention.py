@@ -276,6 +276,16 @@ def test_gradients_with_a_mask_and_activation_checkpointing_are_those_of_transfo
         assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_padded_texts_with_images_get_no_mask():
+    text_model, seen = module.text_model_of(source("qwen2").causal().lm), []
+    text_model.layers[0].register_forward_pre_hook(lambda *_: seen.append(text_model.config._attn_implementation))
+    module._use_masks(text_model, (), {"position_ids": torch.zeros(3, 1, 4)})
+    assert module.has_packed_attention(text_model)
+    text_model(torch.zeros(1, 4).long(), use_cache=False)
+    text_model(torch.zeros(1, 4).long(), torch.ones(1, 4), use_cache=False)
+    assert seen == [NAME, "packed_masked"]
+
+
 def test_failed_pass_with_a_mask_leaves_the_attention_as_it_was():
     lm = source("qwen2").causal().lm
     with pytest.raises(IndexError):

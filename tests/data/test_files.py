@@ -4,7 +4,7 @@ import gzip
 import json
 import threading
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 
 import fsspec
 import pytest
@@ -13,6 +13,7 @@ from huggingface_hub.errors import HTTPError
 from lightning_rlhf.data.files import Files, expand
 from lightning_rlhf.data.rows import ConcatenatedRows, HubDataset, InMemory, as_rows
 from lightning_rlhf.expected_errors import UsageError
+from tests.http_stand_in import HTTPStandIn
 
 ROWS = [{"text": "a"}, {"text": "b\nc"}, {"text": "é"}]
 
@@ -211,7 +212,7 @@ class SilentHandler(SimpleHTTPRequestHandler):
 @pytest.mark.parametrize("behind", ["", "?download=true", "?signed=a*b[c]"])
 def test_web_address_may_have_a_query_string(folder, monkeypatch, behind):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SilentHandler, directory=folder)) as server:
+    with HTTPStandIn(("127.0.0.1", 0), partial(SilentHandler, directory=folder)) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         try:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -11,15 +11,14 @@ from lightning_rlhf.extras.commands import generate as command
 from lightning_rlhf.extras.commands import response_backends
 from lightning_rlhf.extras.commands.responses_file import read_lines
 from lightning_rlhf.extras.judges import endpoint
+from tests.http_stand_in import HTTPStandIn
 
 KEY = "0123456789abcdef"
 MODELS = {"data": [{"id": "m"}]}
 
 
-class Stub(ThreadingHTTPServer):
+class Stub(HTTPStandIn):
     """Returns the next of ``answers``, pairs of status and JSON, and valid answers after the last one."""
-
-    daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)

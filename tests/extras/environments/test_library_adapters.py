@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from lightning_rlhf.extras.environments.gymnasium import Gymnasium, TextArena
 from lightning_rlhf.extras.environments.mcp import MCP
 from lightning_rlhf.extras.environments.peers import SkyRLEnvironment, TRLEnvironment
 from lightning_rlhf.extras.environments.reasoning_gym import ReasoningGym, score
+from tests.http_stand_in import HTTPStandIn
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
@@ -315,7 +316,7 @@ def test_missing_mcp_command_is_reported():
 def http_server(answer):
     """Serve POST requests with a function of the handler; yield the address."""
     handler = type("Handler", (BaseHTTPRequestHandler,), {"do_POST": answer, "log_message": lambda *_: None})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = HTTPStandIn(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/mcp"

@@ -16,6 +16,7 @@ from lightning_rlhf.extras.images import remote
 from lightning_rlhf.extras.images.reading import read_image
 from lightning_rlhf.extras.images.remote import fetch
 from lightning_rlhf.images import BadImage, ImageSettings
+from tests.http_stand_in import HTTPStandIn
 
 PUBLIC = "93.184.216.34"
 LIMIT_S = 0.3
@@ -82,11 +83,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(HTTPStandIn):
     block_on_close = False
-
-    def handle_error(self, *arguments):
-        pass
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 import asyncio
 import base64
 import contextlib
-import http.server
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -22,6 +21,7 @@ from lightning_rlhf.extras.judges.judge import TEMPLATE, JudgeReward
 from lightning_rlhf.extras.judges.remote import RemoteReward, VLLMReward
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
+from tests.http_stand_in import HTTPStandIn
 from tests.vision_models import drawing
 
 
@@ -61,12 +61,7 @@ class Stub:
             def log_message(self, *arguments):
                 pass
 
-        class Server(ThreadingHTTPServer):
-            def handle_error(self, request, client_address):  # ignores clients that stopped waiting
-                pass
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = HTTPStandIn(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1/chat/completions"
 
@@ -259,7 +254,7 @@ def test_reply_in_another_encoding_than_declared_is_reported_with_the_url(stub, 
 
 
 def test_time_limit_includes_a_reply_that_arrives_in_pieces():
-    class Pieces(http.server.BaseHTTPRequestHandler):
+    class Pieces(BaseHTTPRequestHandler):
         def do_POST(self):
             self.send_response(200)
             self.send_header("Content-Length", "100")
@@ -273,8 +268,7 @@ def test_time_limit_includes_a_reply_that_arrives_in_pieces():
         def log_message(self, *arguments):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pieces) as server:
-        server.daemon_threads = True
+    with HTTPStandIn(("127.0.0.1", 0), Pieces) as server:
         server.block_on_close = False
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         instance = Client(Endpoint(f"http://127.0.0.1:{server.server_port}", timeout_s=0.5, tries=1))

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -12,6 +12,7 @@ from lightning_rlhf.extras.sandbox.code import CodeExecution
 from lightning_rlhf.extras.sandbox.program_tests import TextTest
 from lightning_rlhf.extras.sandbox.protocol import Limits, SandboxFault, SandboxUnavailable
 from lightning_rlhf.extras.sandbox.remote import RemoteSandbox
+from tests.http_stand_in import HTTPStandIn
 
 
 def result(status="Finished", code=0, stdout="", stderr="", seconds=0.05):
@@ -33,10 +34,8 @@ LATE = answer("Failed", result("TimeLimitExceeded", None, "half", seconds=1.0))
 BROKEN = answer("SandboxError", result("Error", None), "no pod is left")
 
 
-class Stub(ThreadingHTTPServer):
+class Stub(HTTPStandIn):
     """A server with scripted replies, the last one repeated; records requests and their concurrency."""
-
-    daemon_threads = True
 
     def __init__(self, *answers, delay=0.0):
         self.answers, self.delay, self.requested = list(answers), delay, []
@@ -184,10 +183,10 @@ def test_server_that_does_not_reply_is_a_fault(serve):
 
 
 def test_concurrency_limits_simultaneous_requests(serve):
-    stub = serve(SAID, delay=0.05)
+    stub = serve(SAID, delay=0.2)
     sandbox = RemoteSandbox(stub.url, concurrency=3)
     with ThreadPoolExecutor(12) as pool:
-        result = list(pool.map(lambda _: sandbox.run("", "", Limits()), range(24)))
+        result = list(pool.map(lambda _: sandbox.run("", "", Limits()), range(12)))
     sandbox._client.close()
     assert {one.stdout for one in result} == {"42\n"}
     assert stub.most == 3

@@ -2,9 +2,10 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+from tests.http_stand_in import HTTPStandIn
 from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
 
 DONE = 200, {"message": "done"}
@@ -53,12 +54,8 @@ class StubServer:
             def log_message(self, *message):
                 pass
 
-        class Server(ThreadingHTTPServer):
+        class Server(HTTPStandIn):
             request_queue_size = 512
-            daemon_threads = True
-
-            def handle_error(self, request, client_address):  # a client that waits no longer
-                pass
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"

@@ -6,6 +6,7 @@ problems: SmolLM2-135M-Instruct on word problems after two worked examples; the 
 chainsum, backward: SmolLM2-135M-Instruct on two tasks of the package reasoning-gym after two worked examples.
 """
 
+import itertools
 import json
 import random
 import runpy
@@ -245,6 +246,10 @@ class Evaluation:
         drawn = read(directory / self.task.rows / "val.jsonl")
         self.rows = random.Random(0).sample(drawn, min(self.task.val_rows, len(drawn)))
         self.texts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in self.rows]
+        # Number of tokens that all prompts begin with, which the model reads once.
+        pairs = zip(min(self.texts), max(self.texts), strict=False)
+        equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        self.shared = min(equal, *(len(text) - 1 for text in self.texts))
 
     @torch.no_grad()
     def __call__(self, model: Any) -> float:
@@ -258,12 +263,21 @@ class Evaluation:
         end, scores = self.tokenizer.eos_token_id, []
         for first in range(0, len(self.rows), 128):
             texts, rows = self.texts[first : first + 128], self.rows[first : first + 128]
-            longest = max(map(len, texts))
-            ids = torch.tensor([[pad] * (longest - len(text)) + text for text in texts], device=device)
-            mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
+            longest, shared = max(map(len, texts)), self.shared
+            ids = torch.tensor(
+                [text[:shared] + [pad] * (longest - len(text)) + text[shared:] for text in texts], device=device
+            )
+            mask = torch.tensor(
+                [[1] * shared + [0] * (longest - len(text)) + [1] * (len(text) - shared) for text in texts],
+                device=device,
+            )
+            cache = None
+            if shared:
+                cache = model(input_ids=ids[:1, :shared], use_cache=True).past_key_values
+                cache.batch_repeat_interleave(len(texts))
             made = model.generate(
                 input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=self.task.response_tokens,
-                eos_token_id=end, pad_token_id=pad, temperature=None, top_p=None, top_k=None,
+                eos_token_id=end, pad_token_id=pad, temperature=None, top_p=None, top_k=None, past_key_values=cache,
             )[:, longest:].tolist()  # fmt: skip
             finished = [end in tokens for tokens in made]
             cut = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in made]

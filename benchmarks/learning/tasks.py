@@ -246,7 +246,8 @@ class Evaluation:
         drawn = read(directory / self.task.rows / "val.jsonl")
         self.rows = random.Random(0).sample(drawn, min(self.task.val_rows, len(drawn)))
         self.texts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in self.rows]
-        # Number of tokens that all prompts begin with, which the model reads once.
+        # Number of tokens that all prompts begin with, which the model reads once. Of sorted texts, all begin with what
+        # the first and the last one share.
         pairs = zip(min(self.texts), max(self.texts), strict=False)
         equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         self.shared = min(equal, *(len(text) - 1 for text in self.texts))

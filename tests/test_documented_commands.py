@@ -10,11 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import costs, task, tools
 from benchmarks.learning import __main__ as learning
+from benchmarks.learning import tasks
 from benchmarks.learning.tasks import TASKS
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from tests.stand_ins import TinyModel
 
 ROOT = Path(__file__).parents[1]
 TARGETS = {
@@ -166,6 +170,32 @@ def test_page_of_learning_shows_the_first_to_reach_the_target_and_who_does_not(m
     assert "| full, float32 | TRL 1.16 | 0.0001 | 2 | 0.80 | not reached by 1 of 2 |" in page
     assert page.count("\n| full, float32 |") == 8  # two rows, six of the sweep
     assert (tmp_path / "learning_addition_full-float32.svg").read_text().count("<polyline") == 4
+
+
+@pytest.mark.parametrize("begin", ["", "abcab"])
+def test_evaluation_of_learning_answers_each_prompt_as_if_it_were_alone(monkeypatch, tmp_path, begin):
+    prompts = [begin + end for end in ("abc", "c", "cba", "bacbacb", "ca")]
+    (tmp_path / "addition").mkdir()
+    (tmp_path / "addition" / "val.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt, "answer": prompt}) + "\n" for prompt in prompts)
+    )
+    answered = {}
+
+    def reward(texts, answers, finished):
+        answered.update(zip(answers, texts, strict=True))
+        return [0.0] * len(texts)
+
+    monkeypatch.setitem(tasks.REWARDS, TASKS["addition"].rows, reward)
+    tokenizer, lm = CharacterTokenizer("abcdefgh").load(), TinyModel(seed=3).causal().lm
+    evaluation = tasks.Evaluation("addition", tmp_path, tokenizer, "float32")
+    assert evaluation.shared == len(begin)
+    assert evaluation(lm) == 0.0
+    assert answered.keys() == set(prompts)
+    for prompt, answer in answered.items():
+        ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+        length = TASKS["addition"].response_tokens
+        alone = lm.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)
+        assert answer == tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_rate_is_the_one_that_most_seeds_reach_and_then_the_fastest(monkeypatch, tmp_path):

@@ -77,13 +77,6 @@ def concat_texts(texts: Sequence[SequenceBatch]) -> SequenceBatch:
     return dataclasses.replace(batch, text_starts=torch.cat(list(map(widened, starts))), shared=torch.cat(shared))
 
 
-def first_texts(texts: SequenceBatch) -> Tensor:
-    """Return (B,) the number of tokens of the first text of each row."""
-    if texts.text_starts is None:
-        return texts.lengths
-    return torch.where(texts.text_starts.any(dim=1), texts.text_starts.long().argmax(dim=1), texts.lengths)
-
-
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     """Concatenate rollouts, padded to the widest; group numbers are shifted, so that groups stay distinct.
 

@@ -13,7 +13,7 @@ GRACE_S = 1.0  # an async call that still runs this long after its time limit is
 
 
 class EventLoopThread:
-    """An event loop in a daemon thread; started when it is needed, and again after :meth:`close` or :meth:`abandon`.
+    """An event loop in a daemon thread; started when it is needed, and again after :meth:`close`.
 
     Args:
         name: name of the thread.
@@ -39,27 +39,18 @@ class EventLoopThread:
         """Start a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def abandon(self) -> None:
-        """Stop a loop that a call blocks, without waiting; it ends when it is no longer blocked."""
-        self._stop()
-
     def close(self, timeout_s: float | None = GRACE_S) -> None:
-        """Cancel the tasks of the loop and end it.
+        """Cancel the tasks of the loop and end it; a loop that a call blocks ends when it is no longer blocked.
 
         Args:
             timeout_s: longest time to wait for the end, seconds; None waits without a limit.
         """
-        thread = self._stop()
-        if thread is not None:
-            thread.join(timeout_s)
-
-    def _stop(self) -> threading.Thread | None:
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
-        if loop is not None:
+        if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
-        return thread
+            thread.join(timeout_s)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

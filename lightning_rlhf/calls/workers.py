@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool.base_pool import PoolStatus
 from pebble.pool.process import PoolManager
 
 from lightning_rlhf.calls.guard import describe_exit, mark_trainer
@@ -188,6 +189,9 @@ class _PoolManager(PoolManager):
     Pebble reads messages in another thread than the one that notices the end of a process. While that thread is late,
     for example because it runs the callbacks of another call, a call that ended its process looks like one that never
     began: it would have no exit code, and :class:`ProcessHost` would repeat it.
+
+    Its threads may still read when :meth:`stop` closes what they read from. That is no error of the calls: their
+    callbacks would start new processes.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -198,6 +202,11 @@ class _PoolManager(PoolManager):
         """Read one message, if there is one, and handle it."""
         super().process_next_message(timeout)
         self._reads += 1
+
+    def handle_broken_pool(self, error: BrokenProcessPool) -> None:
+        """Fail the calls, unless the pool was stopped."""
+        if self.context.status != PoolStatus.STOPPED:
+            super().handle_broken_pool(error)
 
     def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
         """Decide which call ended a process."""

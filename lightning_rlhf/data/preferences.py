@@ -47,10 +47,6 @@ class PreferenceDataModule(AnswersDataModule):
             raise BadRow("chosen and rejected have the same tokens")
         return chosen, rejected, 0.0 if fields.get("margin") is None else fields.number("margin")
 
-    def count_margins(self) -> int:
-        """Return the number of rows with a margin other than 0."""
-        return sum(bool(margin) for examples in self.examples.values() for _, _, margin in examples)
-
     def _pair_from_text(self, fields: Fields) -> tuple[MaskedText, MaskedText]:
         chosen, rejected = fields.text("chosen"), fields.text("rejected")
         if chosen == rejected:

@@ -151,14 +151,24 @@ def run_steps(steps: Steps[_Result]) -> _Result:
         return result
 
 
-_loops = threading.local()
+class _Loop:
+    """An event loop that is closed with the last reference to it, such as that of a thread that ends."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def __del__(self) -> None:
+        self.loop.close()
+
+
+_of_thread = threading.local()
 
 
 def _thread_loop() -> asyncio.AbstractEventLoop:
-    if not hasattr(_loops, "loop"):
-        _loops.loop = asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = _loops.loop
-    return loop
+    if not hasattr(_of_thread, "loop"):
+        _of_thread.loop = _Loop()
+    held: _Loop = _of_thread.loop
+    return held.loop
 
 
 def fault_of(error: BaseException) -> Fault:

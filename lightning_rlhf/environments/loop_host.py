@@ -102,7 +102,7 @@ class LoopHost(Host):
         late = [call for call in calls if call.started is not None and call.started < overdue]
         if not late:
             return
-        self._state.thread.abandon()
+        self._state.thread.close(timeout_s=0)
         self._state = None
         for call in late:
             self._set_result(call, Fault("timeout", f"blocked its event loop for longer than {self._timeout_s:g} s"))

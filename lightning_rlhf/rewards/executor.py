@@ -206,7 +206,7 @@ class RewardExecutor:
         if function.is_async and function.timeout_s is not None:
             limit = function.timeout_s + GRACE_S
         if wait_logged(calls, f"calls of reward {function.label}", seconds=limit):
-            self._loop.abandon()
+            self._loop.close(timeout_s=0)
         results = [self._result(function, call) for call in calls]
         directory = os.getcwd()
         if results and directory != self._working_directory:

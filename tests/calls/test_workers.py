@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
@@ -53,6 +54,25 @@ def test_calls_of_a_stopped_pool_are_not_failed(pool):
     pool.close()
     assert not call.done() or call.cancelled()
     assert not pool.active
+
+
+def test_reader_that_fails_after_the_pool_was_stopped_fails_no_call(pool, monkeypatch):
+    """The pipe that it reads is closed under it, at an unlucky moment."""
+    pool.schedule(os.getpid, timeout_s=30.0).result(timeout=60)
+    manager = pool._running.pool._pool_manager
+    call = pool.schedule(time.sleep, 60, timeout_s=None)
+    reads = threading.Event()
+
+    def fails_when_stopped(timeout):
+        reads.set()
+        while manager.context.alive:
+            time.sleep(0.01)
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(manager.worker_manager, "receive", fails_when_stopped)
+    assert reads.wait(10)
+    pool.close()
+    assert not call.done()
 
 
 def test_call_that_ended_its_process_is_known_although_the_callback_of_another_is_still_running(pool):

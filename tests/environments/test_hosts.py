@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -270,6 +271,32 @@ def test_error_while_an_environment_is_closed_does_not_end_the_run(host, timeout
     instance.release("a")
     assert talk(instance, "c", "x")[1:] == [Reply("x")]
     instance.close()
+
+
+class KeepsItsLoop(Environment):
+    """Returns an awaitable result from a method that is not async."""
+
+    loops: ClassVar[list] = []
+
+    def step(self, text):
+        return self.answer(text)
+
+    async def answer(self, text):
+        KeepsItsLoop.loops.append(asyncio.get_running_loop())
+        return text
+
+
+def test_event_loop_of_a_thread_is_used_again_and_closed_with_its_thread(host):
+    instance = host(KeepsItsLoop, timeout_s=None, concurrency=1)
+    assert talk(instance, "a", "x", "y")[1:] == [Reply("x"), Reply("y")]
+    first, second = KeepsItsLoop.loops
+    assert first is second
+    assert not first.is_closed()
+    instance.close()
+    end = time.monotonic() + 10
+    while not first.is_closed() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert first.is_closed()
 
 
 def test_broken_pool_that_starts_no_process_is_a_failure(host, monkeypatch):

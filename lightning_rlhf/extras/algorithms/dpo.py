@@ -95,7 +95,9 @@ class DPOModule(PairModule):
     @override
     def unused(cls, data: Any) -> list[str]:
         """Margins are for reward models."""
-        count = data.count_margins() if isinstance(data, PreferenceDataModule) else 0
+        if not isinstance(data, PreferenceDataModule):
+            return []
+        count = sum(bool(margin) for examples in data.examples.values() for _, _, margin in examples)
         if not count:
             return []
         rows = "1 row has" if count == 1 else f"{count} rows have"

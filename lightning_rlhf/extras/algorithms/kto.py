@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.batching.sequences import first_texts, pad_right
+from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.dpo import DPOModule
 from lightning_rlhf.functional.data_ranks import DataRanks
@@ -120,7 +120,7 @@ def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceB
     next_row = torch.empty_like(order)
     next_row[order] = order.roll(-1)
     starts = torch.where(texts.loss_mask.any(dim=1), texts.loss_mask.long().argmax(dim=1), texts.lengths)
-    ends = first_texts(texts)
+    ends = _first_texts(texts)
     longest = int(ends.max())
     rows, masks = [], []
     for position in batch.position.tolist():
@@ -133,3 +133,10 @@ def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceB
     ids, lengths = pad_right(rows)
     mask, _ = pad_right(masks)
     return SequenceBatch(ids, lengths, mask.bool(), batch.texts.images).to(batch.position.device)
+
+
+def _first_texts(texts: SequenceBatch) -> Tensor:
+    """Return (B,) the number of tokens of the first text of each row."""
+    if texts.text_starts is None:
+        return texts.lengths
+    return torch.where(texts.text_starts.any(dim=1), texts.text_starts.long().argmax(dim=1), texts.lengths)

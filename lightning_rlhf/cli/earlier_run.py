@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class RunRecord:
 
 
 def check_writable(directory: Path, renames: bool) -> None:
-    """Validate that a run can write to its directory, which is created and removed for it.
+    """Validate that a run can write to its directory, which is tried beside it: another node may just create it.
 
     Args:
         renames: whether an earlier run in it will be renamed.
@@ -67,11 +68,12 @@ def check_writable(directory: Path, renames: bool) -> None:
         UsageError: the directory is a file, cannot be created, or permission is missing.
     """
     check_permission(directory, renames)
-    if directory.exists():
+    if os.path.exists(directory):  # Path.exists() raises errors, such as of too long names
         return
+    existing = next(each for each in (directory, *directory.parents) if os.path.lexists(each))
     try:
-        directory.mkdir(parents=True)
-        directory.rmdir()
+        with tempfile.TemporaryDirectory(dir=existing) as tried:
+            Path(tried, directory.relative_to(existing)).mkdir(parents=True, exist_ok=True)
         return
     except OSError as error:
         reason = error.strerror  # raised below, because errors of files in a chain count as faults of the run
@@ -89,10 +91,10 @@ def check_permission(directory: Path, renames: bool) -> None:
     Raises:
         UsageError: the directory is a file, or permission is missing.
     """
-    if directory.exists() and not directory.is_dir():
+    if os.path.exists(directory) and not directory.is_dir():
         raise UsageError(f"trainer.default_root_dir {str(directory)!r} is a file: set it to a directory")
     path = directory.absolute()
-    needed = [next(folder for folder in (path, *path.parents) if folder.exists())]
+    needed = [next(folder for folder in (path, *path.parents) if os.path.exists(folder))]
     if renames:
         needed.append(path.parent)
     for folder in needed:

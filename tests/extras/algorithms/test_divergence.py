@@ -17,7 +17,7 @@ from lightning_rlhf.functional.logprobs import token_scores
 from lightning_rlhf.types import TopTokens
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WIDTH, VOCABULARY, TEACHER_WIDTH = 4, 7, 3
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 EYE = torch.eye(3, dtype=torch.float64)

@@ -10,9 +10,19 @@ from lightning_rlhf.expected_errors import UsageError
 
 
 def test_missing_directory_is_tried_without_a_trace(tmp_path, monkeypatch):
+    """Another process, which tries it at the same moment, must not meet it."""
+    made, mkdir = [], os.mkdir
+
+    def recorded(path, *arguments, **options):
+        made.append(Path(path).absolute())
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", recorded)
     check_writable(tmp_path / "runs" / "a" / "b", renames=False)
     monkeypatch.chdir(tmp_path)
     check_writable(Path("runs/a"), renames=False)
+    assert made
+    assert not {tmp_path / "runs", tmp_path / "runs/a", tmp_path / "runs/a/b"} & set(made)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -29,11 +29,11 @@ from lightning_rlhf import (  # noqa: E402
     SFTModule,
 )
 from lightning_rlhf.callbacks import RolloutLoop, complete  # noqa: E402
+from lightning_rlhf.extras.algorithms.preference_losses import DPOLoss  # noqa: E402
 from lightning_rlhf.models.lora import LoRA  # noqa: E402
 from lightning_rlhf.objectives.advantages import GAE  # noqa: E402
 from lightning_rlhf.objectives.aggregation import TokenMean  # noqa: E402
 from lightning_rlhf.objectives.kl_controllers import KLTerm  # noqa: E402
-from lightning_rlhf.objectives.preference_losses import DPOLoss  # noqa: E402
 from lightning_rlhf.objectives.value_losses import ClippedValueLoss  # noqa: E402
 from lightning_rlhf.rewards.function import RewardFunction  # noqa: E402
 

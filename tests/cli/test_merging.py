@@ -5,13 +5,13 @@ import pytest
 from lightning_rlhf.cli.merging import as_yaml, merge, merged_settings
 from lightning_rlhf.expected_errors import UsageError
 
-PAIRS = "lightning_rlhf.objectives.preference_losses"
+PAIRS = "lightning_rlhf.extras.algorithms.preference_losses"
 FIRST = """
 model:
   class_path: lightning_rlhf.DPOModule
   init_args:
     actor: {path: first, lora: {rank: 8, alpha: 16}, quantization: nf4}
-    loss: {class_path: lightning_rlhf.objectives.preference_losses.DPOLoss, init_args: {beta: 0.3}}
+    loss: {class_path: lightning_rlhf.extras.algorithms.preference_losses.DPOLoss, init_args: {beta: 0.3}}
     optimizer: {lr: 1e-3}
     sft_coef: 0.5
 data:

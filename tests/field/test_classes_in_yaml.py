@@ -18,7 +18,7 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.extras.commands.run_config import parse_run_config
 from lightning_rlhf.modules.role_module import RoleModule
 
-LOSSES = "lightning_rlhf.objectives.preference_losses"
+LOSSES = "lightning_rlhf.extras.algorithms.preference_losses"
 KLTERM = "lightning_rlhf.objectives.kl_controllers.KLTerm"
 OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad]
 MODULES = [
@@ -174,7 +174,7 @@ def test_options_without_a_class_change_the_object_of_the_module(tmp_path):
 OWN_MODULE = """
 import dataclasses
 from lightning_rlhf import DPOModule
-from lightning_rlhf.objectives.preference_losses import SimPOLoss
+from lightning_rlhf.extras.algorithms.preference_losses import SimPOLoss
 
 @dataclasses.dataclass(frozen=True)
 class MyLoss(SimPOLoss):

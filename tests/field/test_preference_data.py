@@ -7,7 +7,7 @@ import pytest
 from lightning_rlhf import DPOModule, IPOModule, PreferenceDataModule, RewardModule
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.objectives.preference_losses import DPOLoss, ORPOLoss
+from lightning_rlhf.extras.algorithms.preference_losses import DPOLoss, ORPOLoss
 from tests.stand_ins import TinyModel, fit
 
 MARGINS = (0.0, 3.0, 1.0, None)

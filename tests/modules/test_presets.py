@@ -5,11 +5,11 @@ import inspect
 import pytest
 
 from lightning_rlhf import DAPOModule, GRPOModule, IPOModule, RLHFModule
+from lightning_rlhf.extras.algorithms.preference_losses import IPOLoss
 from lightning_rlhf.modules.algorithms import with_defaults
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
 from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.objectives.preference_losses import IPOLoss
 
 
 def test_algorithm_has_its_defaults_and_those_of_its_base(tiny):

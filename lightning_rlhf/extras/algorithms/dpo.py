@@ -14,13 +14,13 @@ from typing_extensions import override
 from lightning_rlhf.batching.sequences import concat_texts
 from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.preference_losses import DirectLoss, DPOLoss, IPOLoss
 from lightning_rlhf.extras.algorithms.start_logprobs import StartLogprobs
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.algorithms import with_defaults
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.texts import text_scores
-from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss, IPOLoss
 from lightning_rlhf.ranges import check_range
 from lightning_rlhf.types import SequenceBatch
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.group_advantages import BestAgainstWorst
+from lightning_rlhf.extras.algorithms.preference_losses import DirectLoss, DPOLoss, REBELLoss
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.evaluation import Evaluation
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -21,7 +22,6 @@ from lightning_rlhf.objectives.base import AdvantageEstimator, approx_kl, log_ra
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
-from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss, REBELLoss
 from lightning_rlhf.types import Experience, StepRollout, TensorBatch
 
 

@@ -38,8 +38,8 @@ PARTS = {
     "gae": ("lightning_rlhf.objectives.advantages.GAE", "`advantages` of `PPOModule`"),
     "correction": ("lightning_rlhf.objectives.corrections.RolloutCorrection", "`correction` of the module"),
     "shaping": ("lightning_rlhf.rewards.shaping.ScoreShaping", "`score_shaping` of the module"),
-    "dpo": ("lightning_rlhf.objectives.preference_losses.DPOLoss", "`loss` of `DPOModule`"),
-    "kto": ("lightning_rlhf.objectives.preference_losses.KTOLoss", "`loss` of `KTOModule`"),
+    "dpo": ("lightning_rlhf.extras.algorithms.preference_losses.DPOLoss", "`loss` of `DPOModule`"),
+    "kto": ("lightning_rlhf.extras.algorithms.preference_losses.KTOLoss", "`loss` of `KTOModule`"),
     "pairs": ("lightning_rlhf.objectives.pairwise_loss.PairwiseLoss", "`loss` of `RewardModule`"),
 }
 _FORMATS = ("json", "csv", "parquet", "arrow", "text")  # of files, as datasets.load_dataset names them

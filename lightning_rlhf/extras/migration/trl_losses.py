@@ -9,7 +9,7 @@ from lightning_rlhf.extras.migration.given import GivenOptions
 from lightning_rlhf.extras.migration.parts import trl_optimizers
 from lightning_rlhf.extras.schema.known import schedules
 
-_PREFERENCE = "lightning_rlhf.objectives.preference_losses"
+_PREFERENCE = "lightning_rlhf.extras.algorithms.preference_losses"
 _DPO = {
     "sigmoid": "DPOLoss", "hinge": "HingeLoss", "ipo": "IPOLoss", "robust": "RobustDPOLoss",
     "apo_zero": "APOZeroLoss", "apo_down": "APODownLoss",

@@ -8,9 +8,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from lightning_rlhf import DPOModule, IPOModule, KTOModule, OnlineDPOModule
+from lightning_rlhf.extras.algorithms.preference_losses import DPOLoss, IPOLoss, ORPOLoss, SimPOLoss
 from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error
 from lightning_rlhf.models.lora import LoRA
-from lightning_rlhf.objectives.preference_losses import DPOLoss, IPOLoss, ORPOLoss, SimPOLoss
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close, over_ranks
 from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit

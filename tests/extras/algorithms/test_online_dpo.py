@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from lightning_rlhf import OnlineDPOModule
+from lightning_rlhf.extras.algorithms.preference_losses import DPOLoss, IPOLoss
 from lightning_rlhf.models.lora import LoRA
-from lightning_rlhf.objectives.preference_losses import DPOLoss, IPOLoss
 from tests.extras.algorithms.test_dpo import models
 from tests.helpers import assert_close
 from tests.stand_ins import Response, TinyModel, fit, rollout_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_rlhf import REBELModule
+from lightning_rlhf.extras.algorithms.preference_losses import REBELLoss
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.objectives.preference_losses import REBELLoss
 from tests.extras.algorithms.test_dpo import models
 from tests.extras.algorithms.test_online_dpo import answer_logprobs
 from tests.helpers import assert_close

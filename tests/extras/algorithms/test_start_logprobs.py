@@ -11,8 +11,8 @@ from lightning_rlhf.callbacks import RunCheckpoint, complete
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.preference_losses import IPOLoss
 from lightning_rlhf.extras.algorithms.start_logprobs import StartLogprobs, keys_of
-from lightning_rlhf.objectives.preference_losses import IPOLoss
 from lightning_rlhf.types import SequenceBatch
 from tests.helpers import assert_close
 from tests.stand_ins import TinyModel, quiet_trainer

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 
 from lightning_rlhf.extras.algorithms.group_advantages import BestAgainstWorst
-from lightning_rlhf.objectives.base import AdvantageInputs
-from lightning_rlhf.objectives.preference_losses import (
+from lightning_rlhf.extras.algorithms.preference_losses import (
     APODownLoss,
     APOZeroLoss,
     DPOLoss,
@@ -20,6 +19,7 @@ from lightning_rlhf.objectives.preference_losses import (
     RobustDPOLoss,
     SimPOLoss,
 )
+from lightning_rlhf.objectives.base import AdvantageInputs
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
 RECORDED = golden("preferences")

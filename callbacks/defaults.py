@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
 
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
-from lightning_rlhf.callbacks.records.health import HealthChecks
 from lightning_rlhf.callbacks.records.run_reader import RunMeter, RunPrinter, RunReader, RunWriter
 from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint
 from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown
@@ -70,7 +69,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
         callbacks = [*(callback for callback in callbacks if not _is_lightning_default(callback)), RunCheckpoint()]
     elif checkpoints and not any(map(_saves_last, checkpoints)):
         log.warning("ModelCheckpoint takes the place of RunCheckpoint: --ckpt_path last needs save_last: true of it")
-    defaults = [GracefulShutdown, HealthChecks, RunState]
+    defaults = [GracefulShutdown, RunState]
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         defaults.append(AverageStart)
     has_rollouts = any(isinstance(callback, RolloutLoop) for callback in callbacks)
@@ -78,7 +77,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     defaults += [kind for kind in further if has_rollouts or not getattr(kind, "needs_rollouts", False)]
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
     first = (AverageStart, GracefulShutdown, RunMeter, RunPrinter, RolloutLoop)
-    order = (*first, Callback, RunWriter, HealthChecks, RunState, RunReader, Checkpoint)
+    order = (*first, Callback, RunWriter, RunState, RunReader, Checkpoint)
 
     def position(callback: Callback) -> int:
         kinds = (i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind))

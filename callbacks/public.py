@@ -7,7 +7,6 @@ from lightning_rlhf.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.defaults import complete as complete
     from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop as RolloutLoop
-    from lightning_rlhf.callbacks.records.health import HealthChecks as HealthChecks
     from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint as RunCheckpoint
     from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown as GracefulShutdown
     from lightning_rlhf.callbacks.survival.run_state import RunState as RunState
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.console.console import StepProgressBar as StepProgressBar
     from lightning_rlhf.extras.console.rollout_log import RolloutLog as RolloutLog
     from lightning_rlhf.extras.export.hf_export import HFExport as HFExport
+    from lightning_rlhf.extras.health.callback import HealthChecks as HealthChecks
     from lightning_rlhf.extras.late_ranks.callback import LateRanks as LateRanks
     from lightning_rlhf.extras.records.metrics_csv import MetricsCSV as MetricsCSV
     from lightning_rlhf.extras.records.throughput import Throughput as Throughput
@@ -31,7 +31,7 @@ _HOME = {
     "EntropyControl": "lightning_rlhf.extras.algorithms.entropy_control",
     "GracefulShutdown": "lightning_rlhf.callbacks.survival.graceful_shutdown",
     "HFExport": "lightning_rlhf.extras.export.hf_export",
-    "HealthChecks": "lightning_rlhf.callbacks.records.health",
+    "HealthChecks": "lightning_rlhf.extras.health.callback",
     "KLControl": "lightning_rlhf.extras.algorithms.kl_control",
     "LateRanks": "lightning_rlhf.extras.late_ranks.callback",
     "MetricsCSV": "lightning_rlhf.extras.records.metrics_csv",

@@ -94,14 +94,114 @@ def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size)
 
 
 @dataclass(frozen=True)
+class SamplingLimits:
+    """Limits of the tokens that can be sampled, after the division by the temperature: min-p, then top-k, then top-p.
+
+    Args:
+        top_p: probability of the most likely tokens to keep together (nucleus sampling), in (0, 1]. 1 keeps all.
+        top_k: number of most likely tokens to keep. 0 keeps all.
+        min_p: smallest probability to keep, as a fraction of the largest one, in [0, 1]. 0 keeps all.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_ranges(self, top_p="in (0, 1]", min_p="in [0, 1]")
+        if self.top_k < 0:
+            raise UsageError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
+
+    def __bool__(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+NO_LIMITS = SamplingLimits()
+
+
+class TokenIds:
+    """Token ids that all rows of a batch share: they stay whole when rows are selected."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the (N,) int32 ids on a device, copied there once."""
+        if self.ids.device == device:
+            return self.ids
+        if device not in self._copies:
+            self._copies[device] = self.ids.to(device)
+        return self._copies[device]
+
+
+@dataclass(frozen=True)
+class AllowedTokens(TensorBatch):
+    """The tokens that :class:`SamplingLimits` left to sample from, at each token of a response or of a batch.
+
+    Args:
+        counts: (...) int32, number of allowed tokens; 0 where all tokens are.
+        starts: (...) int64, index in ``ids`` of the first of them.
+        ids: token ids.
+        added: (...) bool, True where the sampled token was not among those that the trainer found, and was added.
+    """
+
+    counts: Tensor
+    starts: Tensor
+    ids: TokenIds
+    added: Tensor
+
+    @classmethod
+    def of(cls, counts: Tensor, ids: Tensor, added: Tensor | None = None) -> AllowedTokens:
+        """Return the tokens whose ids follow each other.
+
+        Args:
+            counts: (...) number of allowed tokens.
+            ids: (N,) ids, N the sum of the counts.
+            added: argument of the class; None: nowhere.
+        """
+        flat = counts.flatten().long()
+        added = torch.zeros_like(counts, dtype=torch.bool) if added is None else added
+        return cls(counts.int(), (flat.cumsum(0) - flat).view(counts.shape), TokenIds(ids.int()), added)
+
+    @classmethod
+    def join(cls, parts: Sequence[AllowedTokens]) -> AllowedTokens:
+        """Return the tokens of several texts or batches, one after the other along the first dimension."""
+        counts, added = torch.cat([part.counts for part in parts]), torch.cat([part.added for part in parts])
+        return cls.of(counts, torch.cat([part.listed()[1] for part in parts]), added)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the counts."""
+        return self.counts.device
+
+    @classmethod
+    def every(cls, *shape: int) -> AllowedTokens:
+        """Return that all tokens are allowed everywhere."""
+        return cls.of(torch.zeros(shape, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+
+    def listed(self) -> tuple[Tensor, Tensor]:
+        """Return the allowed tokens place by place: (M,) int64 numbers of their places in the flat counts, and ids."""
+        counts = self.counts.flatten().long()
+        places = torch.arange(len(counts), device=self.device).repeat_interleave(counts)
+        first = self.starts.flatten() - (counts.cumsum(0) - counts)
+        index = torch.arange(len(places), device=self.device) + first[places]
+        return places, self.ids.on(self.device)[index].long()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AllowedTokens):
+            return NotImplemented
+        return torch.equal(self.counts, other.counts) and torch.equal(self.listed()[1], other.listed()[1])
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sets how responses are sampled.
 
     Args:
         max_tokens: longest response, tokens, at least 1.
         temperature: divisor of the logits. 0 always selects the most likely token (greedy).
-        top_p: probability mass of the most likely tokens to keep (nucleus sampling), in (0, 1]. 1 keeps all.
-        top_k: number of most likely tokens to keep. 0 keeps all.
+        limits: which tokens can be sampled.
         stop_token_ids: tokens that end a response. They are part of it.
         echo: whether completions begin with the prompt's tokens after the first, and their log-probs at temperature 1.
             These carry the ``policy_version`` of the completion, and count every token, even those never sampled.
@@ -110,8 +210,7 @@ class SamplingParams:
 
     max_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    limits: SamplingLimits = NO_LIMITS
     stop_token_ids: tuple[int, ...] = ()
     echo: bool = False
     never_sampled: tuple[int, ...] = ()
@@ -120,9 +219,6 @@ class SamplingParams:
         check_ranges(self, max_tokens="at least 1")
         if not self.temperature >= 0:
             raise UsageError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        check_ranges(self, top_p="in (0, 1]")
-        if self.top_k < 0:
-            raise UsageError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
 
 
 @dataclass(frozen=True)
@@ -179,6 +275,8 @@ class Completion:
             have this version.
         sampled: whether the policy sampled each token, which an environment wrote otherwise; None if it sampled all.
         conversation: record of a conversation with an environment; None without one.
+        allowed: (T,) tokens that limits left to sample from; None if there were no limits, or the engine does not
+            return them.
     """
 
     token_ids: list[int]
@@ -188,6 +286,7 @@ class Completion:
     later_versions: tuple[tuple[int, int], ...] = ()
     sampled: tuple[bool, ...] | None = None
     conversation: ConversationRecord | None = None
+    allowed: AllowedTokens | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids or len(self.token_ids) != len(self.logprobs):
@@ -197,6 +296,8 @@ class Completion:
             )
         if self.sampled is not None and (len(self.sampled) != len(self.token_ids) or not self.sampled[-1]):
             raise UsageError("a conversation needs one mark per token, and its last token must be sampled")
+        if self.allowed is not None and len(self.allowed) != len(self.token_ids):
+            raise UsageError(f"got allowed tokens for {len(self.allowed)} of {len(self.token_ids)} tokens")
         for i, value in enumerate(self.logprobs):
             if value > _ROUNDING:  # NaN is reported later, with the name of the damaged weight
                 raise UsageError(f"log-probabilities of sampled tokens must not be positive, got {value} at token {i}")
@@ -217,8 +318,10 @@ class Completion:
         """
         if len(self.token_ids) <= max_tokens:
             return self
+        ids, logprobs = self.token_ids[:max_tokens], self.logprobs[:max_tokens]
         later = tuple((start, version) for start, version in self.later_versions if start < max_tokens)
-        return Completion(self.token_ids[:max_tokens], self.logprobs[:max_tokens], "length", self.policy_version, later)
+        allowed = None if self.allowed is None else self.allowed[range(max_tokens)]
+        return Completion(ids, logprobs, "length", self.policy_version, later, allowed=allowed)
 
 
 @dataclass(frozen=True)
@@ -402,6 +505,7 @@ class Rollout(TensorBatch):
         included: (B,) bool, False for responses that only fill the batch. Metrics include them, losses do not.
         position: (B,) int64, position among the responses of all ranks. It determines the order of mini-batches.
         temperature: temperature of the sampling distribution. The trainer divides its logits by it too.
+        limits: limits of the sampled tokens. The trainer computes probabilities over the tokens that they allowed.
         source: (B,) int64, number of the prompt's source among the sources of the data, -1 without one. None if the
             data name no sources.
         conversation: what conversations with an environment need in addition. None without an environment.
@@ -411,6 +515,8 @@ class Rollout(TensorBatch):
             and their ``rewards`` NaN. None if all were sampled.
         skipped: (B,) bool, True where a reward failed and ``on_error`` is ``skip``. Whatever learns from rewards leaves
             the response out, even if a reward model scores it. None before the rewards are known.
+        allowed: (B, T) tokens that the limits allowed. None without limits, and until the module finds them because the
+            engine does not return them.
     """
 
     prompt_ids: Tensor
@@ -427,12 +533,14 @@ class Rollout(TensorBatch):
     included: Tensor
     position: Tensor
     temperature: float = 1.0
+    limits: SamplingLimits = NO_LIMITS
     source: Tensor | None = None
     conversation: ConversationTokens | None = None
     teacher: PaddedPrompts | None = None
     images: RolloutImages | None = None
     is_given: Tensor | None = None
     skipped: Tensor | None = None
+    allowed: AllowedTokens | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
@@ -447,7 +555,7 @@ class Rollout(TensorBatch):
             for name, value in vars(self.conversation).items():
                 if value is not None:
                     expect_shape(f"Rollout.conversation.{name}", value, tokens)
-        for name, part in (("teacher", self.teacher), ("images", self.images)):
+        for name, part in (("teacher", self.teacher), ("images", self.images), ("allowed", self.allowed)):
             if part is not None and len(part) != rows:
                 raise ValueError(f"Rollout.{name} has {len(part)} rows, expected {rows}")
 
@@ -521,17 +629,20 @@ class StepRollout:
     greedy: Rollout | None = None
     rewards: Rewards | None = None
 
-    def with_logprobs(self, logprobs: Tensor) -> StepRollout:
-        """Return the step with log-probs of the actor for given responses, which have none of an engine.
+    def evaluated(self, logprobs: Tensor, allowed: AllowedTokens | None) -> StepRollout:
+        """Return the step with what the actor computes because no engine has returned it.
 
         Args:
-            logprobs: (B, T) log-probabilities of the actor.
+            logprobs: (B, T) log-probabilities of the actor, for given responses.
+            allowed: tokens that the limits allow, if the engine has not returned them.
         """
         rollout = self.rollout
-        if rollout.is_given is None:
-            return self
-        values = torch.where(rollout.is_given.unsqueeze(1), logprobs, rollout.rollout_logprobs)
-        return dataclasses.replace(self, rollout=dataclasses.replace(rollout, rollout_logprobs=values))
+        if allowed is not None:
+            rollout = dataclasses.replace(rollout, allowed=allowed)
+        if rollout.is_given is not None:
+            values = torch.where(rollout.is_given.unsqueeze(1), logprobs, rollout.rollout_logprobs)
+            rollout = dataclasses.replace(rollout, rollout_logprobs=values)
+        return dataclasses.replace(self, rollout=rollout)
 
     def with_rewards(self) -> tuple[Rollout, dict[str, float]]:
         """Wait for the rewards that are still computed; return the rollout with them, and their metrics. All ranks."""

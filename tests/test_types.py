@@ -10,6 +10,7 @@ from lightning_rlhf.types import (
     Experience,
     PreferenceBatch,
     Rollout,
+    SamplingLimits,
     SamplingParams,
     SequenceBatch,
     TokenPrompt,
@@ -60,9 +61,6 @@ def _sequences(rows=2, lengths=(3, 2)):
     [
         ({"max_tokens": 0}, r"^max_tokens must be at least 1, got 0$"),
         ({"temperature": -0.1}, r"^temperature must be 0 \(greedy\) or positive, got -0.1$"),
-        ({"top_p": 0.0}, r"^top_p must lie in \(0, 1\], got 0.0$"),
-        ({"top_p": 1.1}, r"^top_p must lie in \(0, 1\], got 1.1$"),
-        ({"top_k": -1}, r"^top_k must be 0 \(keep all tokens\) or positive, got -1$"),
     ],
 )
 def test_invalid_sampling_parameters_are_rejected(arguments, message):
@@ -70,8 +68,26 @@ def test_invalid_sampling_parameters_are_rejected(arguments, message):
         SamplingParams(**{"max_tokens": 8} | arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"top_p": 0.0}, r"^top_p must lie in \(0, 1\], got 0.0$"),
+        ({"top_p": 1.1}, r"^top_p must lie in \(0, 1\], got 1.1$"),
+        ({"top_k": -1}, r"^top_k must be 0 \(keep all tokens\) or positive, got -1$"),
+        ({"min_p": -0.1}, r"^min_p must lie in \[0, 1\], got -0.1$"),
+        ({"min_p": 1.5}, r"^min_p must lie in \[0, 1\], got 1.5$"),
+    ],
+)
+def test_invalid_limits_are_rejected(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingLimits(**arguments)
+
+
 def test_sampling_uses_the_whole_distribution_by_default():
-    assert SamplingParams(1) == SamplingParams(1, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=())
+    assert SamplingParams(1) == SamplingParams(
+        1, temperature=1.0, limits=SamplingLimits(1.0, 0, 0.0), stop_token_ids=()
+    )
+    assert not SamplingLimits()
 
 
 @pytest.mark.parametrize(("tokens", "logprobs"), [([], []), ([1, 2], [-1.0]), ([1], [-1.0, -2.0])])

@@ -43,9 +43,7 @@ class RolloutLoop(RolloutSettings, Callback):
         engine: engine that generates. ``auto`` takes vLLM if it runs here, else transformers, and logs why.
         group_size: responses per prompt, at least 1.
         max_response_tokens: longest response, at least 1.
-        temperature: temperature of training samples, positive. You cannot set top-p or top-k, because engines then
-            report probabilities over the remaining tokens and the trainer over all, so that importance ratios would be
-            wrong.
+        temperature: temperature of training samples, positive.
         val_samples: responses per prompt that validation samples at temperature 1, in addition to a greedy one.
         val_metric: name of the reward that is at least 1 for correct responses. Adds ``val/fraction_correct_...``,
             ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly. None leaves them
@@ -77,6 +75,12 @@ class RolloutLoop(RolloutSettings, Callback):
             without the tools of a row. None gives the teacher the student's prompt.
         given_responses: prompts with responses from the data, for distillation and demonstrations. None samples all
             responses.
+        top_p: probability of the most likely tokens to sample from together (nucleus sampling), in (0, 1]. 1 samples
+            from all. With this and the next two options, the trainer too computes log-probs over the tokens that could
+            be sampled, so that ratios stay exact. The page on engines describes what that costs.
+        top_k: number of most likely tokens to sample from. 0 samples from all.
+        min_p: smallest probability of a token to sample, as a fraction of the largest one, in [0, 1]. 0 samples from
+            all.
     """
 
     provides_rollouts = True
@@ -138,7 +142,7 @@ class RolloutLoop(RolloutSettings, Callback):
         self.check(trainer, pl_module)
         self.check_engine(trainer, pl_module)
         trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
-        sampling = SamplingParams(self.max_response_tokens, self.temperature)
+        sampling = SamplingParams(self.max_response_tokens, self.temperature, self.limits)
         self._engine = RunEngine(self.engine, trainer, pl_module, sampling, self.max_staleness)
         self._sampler = make_sampler(self, trainer, pl_module, self._engine)
         self._parts = make_parts(self, trainer, pl_module, engine=self._engine, sampler=self._sampler)

@@ -101,7 +101,7 @@ def make_parts(
     restored = RestoredCompletions()
     sampled = RolloutSource(
         sampler=RestoringSampler(sampler, restored, engine.engine) if settings.max_staleness else sampler,
-        sampling=Sampling(settings.group_size, settings.temperature),
+        sampling=Sampling(settings.group_size, settings.temperature, limits=settings.limits),
         executor=settings.reward_executor,
         weights=weights,
         roles=roles,
@@ -146,6 +146,7 @@ def with_given_responses(
         trainer.datamodule,
         samples=settings.group_size,
         temperature=settings.temperature,
+        limits=settings.limits,
         rewards=list(settings.reward_weights),
         clock=clock,
         has_environment=settings.environment is not None,

@@ -28,6 +28,7 @@ from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.rollout.scorer import check_reward_functions
 from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
+from lightning_rlhf.types import SamplingLimits
 
 log = logging.getLogger(__name__)
 NO_REWARD = "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
@@ -56,11 +57,15 @@ class RolloutSettings:
     environment: EnvironmentSettings | None = None
     teacher_prompt: TeacherPrompt | None = None
     given_responses: GivenResponses | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         check_ranges(self, group_size="at least 1", max_response_tokens="at least 1", val_samples="at least 1")
         check_ranges(self, check_rows="at least 0", max_staleness="at least 0")
         check_ranges(self, temperature="positive", max_logprob_diff="positive or null")
+        self.limits = SamplingLimits(self.top_p, self.top_k, self.min_p)
         self.engine = named_engine(self.engine)
         rewards = self.rewards or []
         self.rewards = [each if isinstance(each, RewardFunction) else RewardFunction(each) for each in rewards]

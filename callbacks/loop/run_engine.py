@@ -63,6 +63,7 @@ class RunEngine:
         self.description = ""
         self._threads: int | None = None  # of this process before the engine got some of them
         self._takes_turns = not max_staleness
+        self._limits = sampling.limits
         self.uses_gpu = False
         engine.check(sampling)
         check_overlap(engine, max_staleness)
@@ -87,6 +88,7 @@ class RunEngine:
             devices=visible_gpu(self._device),
             lora=self._source.lora,
             threads=threads,
+            limits=self._limits,
             **image_settings(trainer),
         )
         self.engine.proven_gap = None  # of an earlier run

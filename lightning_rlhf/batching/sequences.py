@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_rlhf.types import Rollout, SequenceBatch, TensorBatch
+from lightning_rlhf.types import AllowedTokens, Rollout, SequenceBatch, TensorBatch
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -83,9 +83,15 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     Args:
         rollouts: at least one, all with the same names of rewards and the same temperature.
     """
-    joined: Rollout = _joined(rollouts)
+    width = max(rollout.response_ids.shape[1] for rollout in rollouts)
+    allowed = [rollout.allowed for rollout in rollouts]
+    joined: Rollout = _joined([dataclasses.replace(rollout, allowed=None) for rollout in rollouts])
     first = torch.tensor([0, *(int(rollout.group.max()) + 1 for rollout in rollouts[:-1])]).cumsum(0)
     group = torch.cat([rollout.group + start for rollout, start in zip(rollouts, first, strict=True)])
+    known = [each for each in allowed if each is not None]
+    if len(known) == len(rollouts):  # otherwise the module finds them for all
+        wide = [each.map(lambda values: functional.pad(values, (0, width - values.shape[1]))) for each in known]
+        joined = dataclasses.replace(joined, allowed=AllowedTokens.join(wide))
     return dataclasses.replace(joined, group=group)
 
 

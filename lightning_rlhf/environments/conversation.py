@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.types import Completion, TokenPrompt
+from lightning_rlhf.types import AllowedTokens, Completion, TokenPrompt
 
 # Why a conversation ended: the environment ended it; the last allowed turn ended; a turn was cut by its limit; no
 # tokens were left for another turn; the reply had more images than allowed; the bridge cannot continue the turn; the
@@ -68,6 +68,7 @@ class Conversation:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.sampled: list[bool] = []
+        self._allowed: list[AllowedTokens] = []  # of all parts, if the engine returns those of turns
         self.turn_ends: list[int] = []  # tokens from the end of the prompt to the end of each turn
         self.stop: StopReason | None = None
         self._versions: list[int] = []
@@ -123,6 +124,7 @@ class Conversation:
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.sampled += [True] * len(completion.token_ids)
+        self._allowed += [] if completion.allowed is None else [completion.allowed]
         self._versions += completion.token_versions
         self._unexpanded += completion.token_ids
         self._shown = len(self._written_images)
@@ -159,6 +161,7 @@ class Conversation:
             self._written_images += images
             self.logprobs += [0.0] * len(ids)
             self.sampled += [False] * len(ids)
+            self._allowed.append(AllowedTokens.every(len(ids)))
             self._versions += [self._versions[-1]] * len(ids)
 
     def append(self, branch: Conversation) -> int:
@@ -168,6 +171,7 @@ class Conversation:
         self.token_ids += [*branch.prompt, *branch.token_ids[:end]]
         self.logprobs += [0.0] * before + branch.logprobs[:end]
         self.sampled += [False] * before + branch.sampled[:end]
+        self._allowed += [AllowedTokens.every(before), *filter(None, [branch.allowed])]
         self._versions += branch._versions[:1] * before + branch._versions[:end]
         self.turn_ends += [start + before + turn_end for turn_end in branch.turn_ends]
         return start
@@ -175,6 +179,13 @@ class Conversation:
     def end(self, stop: StopReason) -> None:
         """End the conversation, if it has not ended."""
         self.stop = self.stop or stop
+
+    @property
+    def allowed(self) -> AllowedTokens | None:
+        """Tokens that limits allowed until the end of the last turn; None if the engine does not return them."""
+        if sum(map(len, self._allowed)) < len(self.token_ids):
+            return None
+        return AllowedTokens.join(self._allowed)[range(self.turn_ends[-1])]
 
     @property
     def completion(self) -> Completion:
@@ -191,6 +202,7 @@ class Conversation:
             policy_version=versions[0],
             later_versions=tuple(later),
             sampled=tuple(self.sampled[:end]),
+            allowed=self.allowed,
         )
 
     def _expect_running(self) -> None:

@@ -7,7 +7,9 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_rlhf.functional.allowed_tokens import EVERY_TOKEN, Restriction
 from lightning_rlhf.functional.products import linear, linear_into, part_of
+from lightning_rlhf.types import AllowedTokens
 
 # Memory of the logits that are computed at a time. On a CPU they fit into its caches. On a GPU each chunk reads the
 # whole head, and its backward pass writes a gradient of the same size, so that few large chunks move fewer bytes.
@@ -48,11 +50,13 @@ class TokenScores(NamedTuple):
         entropy: entropy of its distribution, nats.
         sum_pi_squared: without gradient, sum of that distribution's squared probabilities; None
             unless requested.
+        allowed: tokens that limits of the sampling leave; None unless they were to be found.
     """
 
     logprobs: Float32[Tensor, "..."]
     entropy: Float32[Tensor, "..."]
     sum_pi_squared: Float32[Tensor, "..."] | None = None
+    allowed: AllowedTokens | None = None
 
 
 def chunk_bytes_on(device_type: str) -> int:
@@ -128,6 +132,7 @@ def chunked_token_scores(
     softcap: float | None = None,
     squares: bool = False,
     float32_logits: bool = True,
+    restriction: Restriction = EVERY_TOKEN,
     chunk_bytes: int | None = None,
     keep_bytes: int | None = None,
 ) -> TokenScores:
@@ -148,6 +153,7 @@ def chunked_token_scores(
         softcap: soft cap of the logits, see :func:`head_logits`.
         squares: whether to compute ``sum_pi_squared`` too.
         float32_logits: whether a head in bfloat16 has float32 results, which are not rounded to bfloat16.
+        restriction: the tokens over which the distributions are computed.
         chunk_bytes: largest memory of the float32 logits of a chunk; a chunk has at least one token. None is
             that of :func:`chunk_bytes_on`.
         keep_bytes: largest memory of the probabilities that are kept for the backward pass. None is that of
@@ -167,7 +173,7 @@ def chunked_token_scores(
     stored_tokens = 0
     if torch.is_grad_enabled() and softcap is None:
         stored_tokens = keep_bytes // (4 * len(weight))
-    options = (scale, softcap, rounds_to, squares, chunk, stored_tokens)
+    options = (scale, softcap, rounds_to, squares, restriction, chunk, stored_tokens)
     logprobs, entropy, sums = _HeadScores.apply(hidden, weight, bias, targets, *options)
     return TokenScores(logprobs, entropy, sums)
 
@@ -205,6 +211,7 @@ class _HeadScores(torch.autograd.Function):
         softcap: float | None,
         rounds_to: torch.dtype | None,
         squares: bool,
+        restriction: Restriction,
         chunk: int,
         stored_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -213,19 +220,19 @@ class _HeadScores(torch.autograd.Function):
         stored_tokens = stored_tokens // chunk * chunk if stored_tokens < len(hidden) else len(hidden)
         stored = _memory(hidden, weight, stored_tokens)
         # Fresh memory for each chunk would cost page faults, and fragments the heap.
-        buffer, spare = _memory(hidden, weight, min(chunk, len(hidden))), None
+        buffer = _memory(hidden, weight, min(chunk, len(hidden)))
+        spare = torch.empty_like(buffer) if stored_tokens < len(hidden) else buffer
         for first in range(0, max(1, len(hidden)), chunk):
             part = slice(first, first + chunk)
-            states, ids = hidden[part], targets[part]
-            logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)], rounds_to=rounds_to)
+            ids = targets[part]
+            logits = head_logits(
+                hidden[part], weight, bias, scale, softcap, out=buffer[: len(ids)], rounds_to=rounds_to
+            )
+            restriction.apply(logits, part, ids)
             largest = logits.amax(dim=-1, keepdim=True)
             logits.sub_(largest)
             chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-            if first < stored_tokens:
-                weights = torch.exp(logits, out=stored[part])
-            else:
-                spare = torch.empty_like(buffer) if spare is None else spare
-                weights = torch.exp(logits, out=spare[: len(states)])
+            weights = torch.exp(logits, out=stored[part] if first < stored_tokens else spare[: len(ids)])
             total = weights.sum(dim=-1)
             # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is NaN.
             logits.clamp_(min=torch.finfo(logits.dtype).min)
@@ -239,7 +246,7 @@ class _HeadScores(torch.autograd.Function):
         logprobs, entropies, squared = zip(*parts, strict=True)
         outputs = torch.cat(logprobs), torch.cat(entropies), torch.cat(squared) if squares else None
         ctx.save_for_backward(hidden, weight, bias, targets, outputs[1])
-        ctx.options = scale, softcap, rounds_to, chunk
+        ctx.options = scale, softcap, rounds_to, restriction, chunk
         ctx.stored = stored
         ctx.set_materialize_grads(False)
         if squares:
@@ -251,7 +258,7 @@ class _HeadScores(torch.autograd.Function):
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, _: Tensor | None) -> Any:
         """Compute the gradients of hidden states, weight and bias."""
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        scale, softcap, rounds_to, chunk = ctx.options
+        scale, softcap, rounds_to, restriction, chunk = ctx.options
         stored, ctx.stored = ctx.stored, None  # this pass overwrites it; a second one computes all again
         stored_tokens = 0 if stored is None else len(stored)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -271,6 +278,7 @@ class _HeadScores(torch.autograd.Function):
                     logits = head_logits(hidden[part], weight, bias, scale, softcap, out=gradient, rounds_to=rounds_to)
                     if softcap is not None:
                         slope = 1 - (logits / (scale * softcap)).square()
+                    restriction.apply(logits, part, targets[part])
                     logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
                 _to_gradient(
                     gradient,
@@ -291,7 +299,7 @@ class _HeadScores(torch.autograd.Function):
             weight_gradient = torch.zeros_like(weight) if weight_gradient is None else weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, *[None] * 8
 
 
 def _memory(hidden: Tensor, weight: Tensor, tokens: int) -> Tensor:

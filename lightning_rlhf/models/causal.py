@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.allowed_tokens import EVERY_TOKEN, Found, Known, Restriction
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores, token_scores
 from lightning_rlhf.images import FeatureCache, TextImages
 from lightning_rlhf.models.classes import backbone_of
@@ -22,6 +23,7 @@ from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
 from lightning_rlhf.models.packed_attention import has_packed_attention, keep_masks
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of, part_of_row
+from lightning_rlhf.types import AllowedTokens, SamplingLimits
 
 
 class CausalLM(nn.Module):
@@ -66,6 +68,7 @@ class CausalLM(nn.Module):
         own_logits: bool = False,
         of_targets: Callable[[Targets], Any] | None = None,
         images: TextImages | None = None,
+        limits: AllowedTokens | LimitedTokens | None = None,
     ) -> Any:
         """Compute the log-probability of each target token and the entropy of its distribution.
 
@@ -83,6 +86,8 @@ class CausalLM(nn.Module):
                 temperature and squares.
             of_targets: what to compute of the targets in place of their scores, such as a divergence from a teacher.
             images: images of the texts; None for texts without images.
+            limits: the (B, T) tokens over which the scores are computed, or how to find them; None: all tokens. Not for
+                ``of_targets``.
 
         Returns:
             :class:`TokenScores` of shape (B, T), 0 where the mask is False, or the result of ``of_targets``.
@@ -111,9 +116,14 @@ class CausalLM(nn.Module):
         tokens = Targets(states, wanted, head, self.float32_logits, scale, positions=scored, mask=mask, ranks=ranks)
         if of_targets is not None:
             return of_targets(tokens)
-        scores = tokens.scores(slice(None), squares)
-        scattered = (None if values is None else tokens.spread(values) for values in scores)
-        return TokenScores(*scattered)  # type: ignore[arg-type]
+        restriction = restriction_of(limits, mask, scored)
+        scores = tokens.scores(slice(None), squares, restriction)
+        return TokenScores(
+            tokens.spread(scores.logprobs),
+            tokens.spread(scores.entropy),
+            None if scores.sum_pi_squared is None else tokens.spread(scores.sum_pi_squared),
+            tokens.spread_allowed(*restriction.tokens()) if isinstance(restriction, Found) else None,
+        )
 
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write safetensors and config that ``transformers`` and vLLM load.
@@ -124,6 +134,18 @@ class CausalLM(nn.Module):
                 and merges its adapters.
         """
         self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))
+
+
+@dataclass(frozen=True)
+class LimitedTokens:
+    """Limits whose tokens are to be found from the model's own logits.
+
+    Args:
+        where: (B, 1) or (B, T) bool, the tokens that were sampled with them.
+    """
+
+    limits: SamplingLimits
+    where: Tensor
 
 
 @dataclass(frozen=True)
@@ -158,7 +180,9 @@ class Targets:
         flat = mask.flatten().long()
         return (flat.cumsum(0) - flat)[self.positions[part]]
 
-    def scores(self, part: slice | Tensor, squares: bool = False) -> TokenScores:
+    def scores(
+        self, part: slice | Tensor, squares: bool = False, restriction: Restriction = EVERY_TOKEN
+    ) -> TokenScores:
         """Return the scores of some of the N targets."""
         return chunked_token_scores(
             self.states[part],
@@ -169,7 +193,19 @@ class Targets:
             softcap=self.head.softcap,
             squares=squares,
             float32_logits=self.float32_logits,
+            restriction=restriction,
         )
+
+    def spread_allowed(self, counts: Tensor, ids: Tensor, added: Tensor) -> AllowedTokens:
+        """Return the (B, T) allowed tokens of all targets from those of this process; see :meth:`Found.tokens`."""
+        every, flags = self.spread(counts.float()).int(), self.spread(added.float()).bool()
+        allowed = AllowedTokens.of(every, ids, flags)
+        if self.ranks is None:
+            return allowed
+        first = allowed.starts.flatten()[self.positions] - (counts.cumsum(0) - counts)
+        index = first.repeat_interleave(counts) + torch.arange(len(ids), device=ids.device)
+        of_all = torch.zeros(int(every.sum()), device=ids.device).index_copy(0, index, ids.float())
+        return AllowedTokens.of(every, self.ranks.sum(of_all), flags)
 
     def spread(self, values: Tensor) -> Tensor:
         """Return (B, T) values of all targets and 0 elsewhere, from the N values of this process."""
@@ -181,6 +217,19 @@ class Targets:
         """Return (B, T, ...) values of some of the N targets, and 0 elsewhere."""
         rows = values.new_zeros(self.mask.numel(), *values.shape[1:])
         return rows.index_copy(0, self.positions[part], values).view(*self.mask.shape, *values.shape[1:])
+
+
+def restriction_of(limits: AllowedTokens | LimitedTokens | None, mask: Tensor, scored: Tensor) -> Restriction:
+    """Return the restriction of some targets.
+
+    Args:
+        limits: argument of :meth:`CausalLM.forward`.
+        mask: (B, T) bool.
+        scored: (N,) int64 positions of the targets in the flat mask.
+    """
+    if isinstance(limits, LimitedTokens):
+        return Found(limits.limits, limits.where.expand(mask.shape).flatten()[scored])
+    return EVERY_TOKEN if limits is None else Known(limits.map(lambda values: values.flatten()[scored]))
 
 
 def hidden_states(

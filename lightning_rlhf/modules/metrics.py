@@ -204,6 +204,9 @@ def _averages(experience: Experience, roles: Collection[str]) -> _Masked:
         "reward/missing_fraction": (experience.reward.isnan(), every),
     }
     values |= {f"reward/{name}": (rewards, ~rewards.isnan()) for name, rewards in rollout.rewards.items()}
+    if (allowed := rollout.allowed) is not None:
+        values["rollout/allowed_tokens_mean"] = (allowed.counts, allowed.counts > 0)
+        values["rollout/added_token_fraction"] = (allowed.added, allowed.counts > 0)
     if "ref" in roles:
         kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
         values["kl/ref"] = (kl.masked_fill(~rollout.response_mask, 0).sum(dim=1), every)

@@ -15,7 +15,7 @@ from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.strategies.roles import RoleStrategy
-from lightning_rlhf.types import TensorBatch
+from lightning_rlhf.types import AllowedTokens, TensorBatch
 
 SummedLoss = Callable[[Any, MeanAccumulator], Tensor]  # rows to their summed loss; adds metrics of the rows
 
@@ -54,11 +54,11 @@ class MicroBatches:
         fillers = [(micro_batches[-1][:1], True)] * (most - len(micro_batches))
         return [*((indices, False) for indices in micro_batches), *fillers]
 
-    def map(self, function: Callable[[Any], Sequence[Tensor | None]], batch: TensorBatch) -> list[Any]:
+    def map(self, function: Callable[[Any], Sequence[Any]], batch: TensorBatch) -> list[Any]:
         """Apply a function to micro-batches and return each of its results for the whole batch, in order. All ranks.
 
         Args:
-            function: rows to tensors with one entry per row; a result may be None for all rows.
+            function: rows to tensors, or allowed tokens, with one entry per row; a result may be None for all rows.
             batch: rows of this rank.
         """
         micro_batches = self.split(batch)
@@ -66,7 +66,7 @@ class MicroBatches:
         parts = [indices for indices, filler in micro_batches if not filler]
         order = torch.argsort(torch.cat(parts))
         columns = zip(*outputs[: len(parts)], strict=True)
-        return [None if column[0] is None else torch.cat(column)[order.to(column[0].device)] for column in columns]
+        return [None if column[0] is None else _joined(column)[order.to(column[0].device)] for column in columns]
 
     @torch.no_grad()
     def measure(self, batch: TensorBatch, summed_loss: SummedLoss) -> MeanAccumulator:
@@ -112,3 +112,8 @@ class MicroBatches:
             return UpdateResult(norm, means, stepped=False)
         self.strategy.step_role(role)
         return UpdateResult(norm, means)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return the rows of several micro-batches together."""
+    return AllowedTokens.join(parts) if isinstance(parts[0], AllowedTokens) else torch.cat(list(parts))

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from lightning_rlhf.batching.shares import balanced_shares, shuffled
 from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.expected_errors import NonFiniteError, RunError, UsageError
+from lightning_rlhf.functional.allowed_tokens import of_all_ranks
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import ActorScores, TokenScores
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
+from lightning_rlhf.models.causal import LimitedTokens
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.evaluation import EngineScores, Evaluation, OldScores, SeparatePass
 from lightning_rlhf.modules.first_forward import FirstForward
@@ -45,7 +47,7 @@ from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
 from lightning_rlhf.ranges import check_range, check_ranges
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.run_checks import check_loops
-from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TensorBatch
+from lightning_rlhf.types import AllowedTokens, Experience, PromptBatch, Rollout, StepRollout, TensorBatch
 
 log = logging.getLogger(__name__)
 
@@ -476,7 +478,7 @@ class RLHFModule(RoleModule):
         ranks, rollout = self.data_ranks, received.rollout
         old_scores = self.old_scores(rollout)
         old = old_scores.evaluate(rollout)
-        rollout = (received := received.with_logprobs(old.logprobs)).rollout
+        rollout = (received := received.evaluated(old.logprobs, self._allowed(rollout, old))).rollout
         of_ref = partial(self.actor_scores, "ref")
         ref_logprobs = self.micro_batches.map(of_ref, rollout)[0] if self.has_ref else old.logprobs
         values, final_values = self.values(rollout)
@@ -523,6 +525,17 @@ class RLHFModule(RoleModule):
         )
         return Evaluation(experience, metrics, old_scores, reward_wait=waited)
 
+    def _allowed(self, rollout: Rollout, old: TokenScores) -> AllowedTokens | None:
+        """Return the tokens that limits allowed, from the engine or the actor's old scores. All ranks.
+
+        With bypass, which has no old scores, each update finds those that the engine has not returned.
+        """
+        if not rollout.limits or (self.correction.bypass and self._finds_allowed(rollout)):
+            return rollout.allowed
+        allowed = rollout.allowed if old.allowed is None else old.allowed
+        assert allowed is not None
+        return of_all_ranks(allowed, self.data_ranks)
+
     def learned_rows(self, rollout: Rollout, reward: Tensor, greedy_reward: Tensor | None = None) -> Tensor:
         """Return which responses to learn from, (B,) bool: included ones with the reward that they need.
 
@@ -561,9 +574,15 @@ class RLHFModule(RoleModule):
         if self.correction.bypass:
             return EngineScores()
         first = None
-        if self.reuses_first_forward and rollout.is_given is None and self.losses().get("actor") == self.actor_loss:
+        is_simple = self.reuses_first_forward and rollout.is_given is None and not self._finds_allowed(rollout)
+        if is_simple and self.losses().get("actor") == self.actor_loss:
             first = FirstForward.of_step(self, rollout, self.order_seed(0))
         return first or SeparatePass(self.evaluated_actor)
+
+    def _finds_allowed(self, rollout: Rollout) -> bool:
+        """Return whether the actor finds the tokens that limits allow, on any rank. All ranks."""
+        unknown = torch.tensor(float(rollout.allowed is None), device=self.device)
+        return bool(rollout.limits) and self.data_ranks.max(unknown).item() > 0
 
     @property
     def reuses_first_forward(self) -> bool:
@@ -642,6 +661,9 @@ class RLHFModule(RoleModule):
         """
         input_ids, index, packing = self.layout.lay_out(rollout)
         adapters = role in self.sources
+        limits: Any = rollout.allowed
+        if limits is None and rollout.limits:
+            limits = LimitedTokens(rollout.limits, rollout.sampled_rows.unsqueeze(1))
         return self.role_strategy.role(role if adapters else "actor")(
             input_ids,
             index,
@@ -651,6 +673,7 @@ class RLHFModule(RoleModule):
             adapters=adapters,
             packing=packing,
             images=self.layout.images_of(rollout),
+            limits=limits,
             **options,
         )
 

@@ -66,7 +66,7 @@ class SFTModule(RoleModule):
 
     def token_loss(self, rows: SequenceBatch, means: MeanAccumulator, prefix: str = "train") -> Tensor:
         """Compute the loss, summed over the marked tokens of some rows; the metric is the negative log-likelihood."""
-        (logprobs, entropy, _), mask = text_scores(self, "actor", rows)
+        (logprobs, entropy, *_), mask = text_scores(self, "actor", rows)
         means.add(f"{prefix}/loss", -logprobs, mask)
         means.add(f"{prefix}/entropy", entropy, mask)
         if self.loss == "dft":

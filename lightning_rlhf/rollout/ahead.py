@@ -22,7 +22,7 @@ from lightning_rlhf.rollout.sampler import Sampler, Sampling
 from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.rollout.weights import EngineWeights
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.types import Completion, ConversationRecord, PromptBatch
+from lightning_rlhf.types import AllowedTokens, Completion, ConversationRecord, PromptBatch
 
 log = logging.getLogger(__name__)
 _Prompt = tuple[int, int, float, int]  # step, responses per prompt, temperature, number of the prompt in the data
@@ -289,6 +289,10 @@ def _packed(request: StepRequests) -> dict[str, Any]:
         "conversations": [
             None if each.conversation is None else _packed_record(each.conversation) for each in completions
         ],
+        "allowed": [
+            None if each.allowed is None else (each.allowed.counts, each.allowed.listed()[1].int())
+            for each in completions
+        ],
     }
 
 
@@ -318,6 +322,7 @@ def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]
     later = [tuple((start, version) for start, version in each) for each in state["later_versions"]]
     sampled = [marks and tuple(marks) for marks in state.get("sampled") or [None] * len(ids)]
     records = [values and _unpacked_record(values) for values in state.get("conversations") or [None] * len(ids)]
+    allowed = [values and AllowedTokens.of(*values) for values in state.get("allowed") or [None] * len(ids)]
     completions = [
         Completion(
             token_ids=ids[i],
@@ -327,6 +332,7 @@ def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]
             later_versions=later[i],
             sampled=sampled[i],
             conversation=records[i],
+            allowed=allowed[i],
         )
         for i in range(len(ids))
     ]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.batching.sequences import pad_right
@@ -16,6 +17,8 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.types import (
+    NO_LIMITS,
+    AllowedTokens,
     Completion,
     ConversationRecord,
     ConversationTokens,
@@ -23,6 +26,7 @@ from lightning_rlhf.types import (
     PromptBatch,
     Rollout,
     RolloutImages,
+    SamplingLimits,
 )
 
 
@@ -31,6 +35,7 @@ def assemble(
     completions: Sequence[Completion],
     temperature: float = 1.0,
     environment: EnvironmentSettings | None = None,
+    limits: SamplingLimits = NO_LIMITS,
 ) -> Rollout:
     """Return the rollout of completions, whose rewards are NaN until :meth:`.Scorer.add_rewards` sets them.
 
@@ -39,6 +44,7 @@ def assemble(
         completions: B = N x G completions, grouped by prompt.
         temperature: temperature of the sampling.
         environment: settings of the environment whose conversations the completions are; None without one.
+        limits: limits of the sampling.
 
     Raises:
         ValueError: the number of completions is 0, or not a multiple of the number of prompts.
@@ -79,10 +85,21 @@ def assemble(
         included=~failed if leaves_out_failed else torch.ones_like(failed),
         position=torch.tensor([prompt.position * samples + k for prompt in prompts for k in range(samples)]),
         temperature=temperature,
+        limits=limits,
+        allowed=_allowed(completions, real) if limits else None,
         source=torch.tensor(sources) if sources else None,
         conversation=_conversation(completions, environment, response_ids.shape[1]),
         images=_images(rows, records),
     )
+
+
+def _allowed(completions: Sequence[Completion], real: Tensor) -> AllowedTokens | None:
+    """Return the allowed tokens of all responses; None if the engine has not returned those of one of them."""
+    parts = [completion.allowed for completion in completions if completion.allowed is not None]
+    if len(parts) < len(completions):
+        return None
+    flat = AllowedTokens.join(parts)
+    return flat.map(lambda values: values.new_zeros(real.shape).masked_scatter(real, values))
 
 
 def _images(rows: Sequence[Prompt], records: Sequence[ConversationRecord | None]) -> RolloutImages | None:

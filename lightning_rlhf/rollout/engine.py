@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_rlhf.images import ImageProcessor
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.ranks import RankGroup
-from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
+from lightning_rlhf.types import NO_LIMITS, Completion, SamplingLimits, SamplingParams, TokenPrompt
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class EngineSetup:
         threads: number of CPU threads for an engine that computes on CPUs in a separate process, at least 1.
         processor: processor of the images of prompts; None if prompts have none.
         images_per_prompt: largest number of images of a prompt.
+        limits: limits of the training responses.
     """
 
     model: Path
@@ -82,6 +83,7 @@ class EngineSetup:
     threads: int = 1
     processor: ImageProcessor | None = None
     images_per_prompt: int = 0
+    limits: SamplingLimits = NO_LIMITS
 
 
 def divided_threads(available: int, take_turns: bool) -> tuple[int, int]:

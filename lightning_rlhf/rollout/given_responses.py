@@ -19,7 +19,7 @@ from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
-from lightning_rlhf.types import Completion, ConversationTokens, PromptBatch, Rollout
+from lightning_rlhf.types import AllowedTokens, Completion, ConversationTokens, PromptBatch, Rollout, SamplingLimits
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class WithGiven(Source):
         data: data module of the run, which tokenizes responses.
         samples: sampled responses per prompt.
         temperature: temperature of the sampling.
+        limits: limits of the sampling; given responses have none.
         rewards: names of all rewards, which given responses do not have.
         has_environment: whether the sampled responses are conversations with an environment.
         is_agent: whether the environment is an agent.
@@ -122,6 +123,7 @@ class WithGiven(Source):
     data: PromptDataModule
     samples: int
     temperature: float
+    limits: SamplingLimits
     rewards: Sequence[str]
     clock: Clock
     has_environment: bool = False
@@ -167,6 +169,8 @@ class WithGiven(Source):
             rollout,
             rewards=dict.fromkeys(self.rewards, missing),
             reward=missing,
+            limits=self.limits,
+            allowed=AllowedTokens.every(*rollout.response_ids.shape) if self.limits else None,
             position=rollout.position * self.samples,  # that of the first sampled response that it replaces
             is_given=torch.ones_like(rollout.truncated),
             skipped=torch.zeros_like(rollout.truncated),

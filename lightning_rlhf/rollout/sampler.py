@@ -12,7 +12,7 @@ from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished, PendingCompletions, generate, submit
-from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
+from lightning_rlhf.types import NO_LIMITS, Completion, PromptBatch, SamplingLimits, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class Sampling:
         samples: responses per prompt, at least 1.
         temperature: temperature of the sampling; 0 is greedy.
         purpose: purpose of the responses, from which their seeds are derived.
+        limits: which tokens can be sampled.
     """
 
     samples: int
     temperature: float
     purpose: Literal["train", "validation"] = "train"
+    limits: SamplingLimits = NO_LIMITS
 
 
 class Sampler(Protocol):
@@ -131,6 +133,7 @@ class ResponseSampler:
         return SamplingParams(
             self.max_tokens,
             sampling.temperature,
+            sampling.limits,
             stop_token_ids=self.stop_token_ids,
             never_sampled=self.never_sampled,
         )

@@ -226,7 +226,8 @@ class RolloutSource(Source):
 
         def launch() -> Rollout:
             requests.scorer.launch(completions)
-            return assemble(requests.prompts, completions, self.sampling.temperature, self.sampler.environment)
+            sampling, environment = self.sampling, self.sampler.environment
+            return assemble(requests.prompts, completions, sampling.temperature, environment, sampling.limits)
 
         with self.clock("time/reward_s"):
             rollout = self.roles.run_on_group_leader(launch)

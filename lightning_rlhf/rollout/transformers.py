@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
 )
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 from typing_extensions import override
 
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.functional.allowed_tokens import allowed_tokens
 from lightning_rlhf.functional.logprobs import Float32Logits
 from lightning_rlhf.images import ImageProcessor, TextImages, reader
 from lightning_rlhf.models.attention import set_attention
@@ -28,7 +29,7 @@ from lightning_rlhf.models.heads import EXCLUDED
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.ranges import check_range
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
-from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
+from lightning_rlhf.types import AllowedTokens, Completion, SamplingParams, TokenPrompt
 
 
 class TransformersEngine(RolloutEngine):
@@ -123,7 +124,11 @@ class TransformersEngine(RolloutEngine):
             **({} if pictures is None else pictures.generation_arguments(model, ids)),
         )[:, width:].tolist()
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
-        return [self._completion(row, values, sampling) for row, values in zip(output, logprobs, strict=True)]
+        allowed: list[AllowedTokens | None] = [None] * len(output)
+        if sampler.allowed:
+            steps = AllowedTokens.join([step.map(partial(torch.unsqueeze, dim=0)) for step in sampler.allowed])
+            allowed = [steps.map(partial(torch.select, dim=1, index=row)) for row in range(len(output))]
+        return [self._completion(*row, sampling) for row in zip(output, logprobs, allowed, strict=True)]
 
     def _images(self, prompts: Sequence[TokenPrompt]) -> TextImages | None:
         """Return the images of prompts, each distinct one once; None without images."""
@@ -138,10 +143,13 @@ class TransformersEngine(RolloutEngine):
         of_texts: TextImages = reader().TextImages(tensors, numbers)
         return of_texts.to(self._running.device)
 
-    def _completion(self, row: list[int], logprobs: list[float], sampling: SamplingParams) -> Completion:
+    def _completion(
+        self, row: list[int], logprobs: list[float], allowed: AllowedTokens | None, sampling: SamplingParams
+    ) -> Completion:
         stops = [position for position, token in enumerate(row) if token in sampling.stop_token_ids]
         length = stops[0] + 1 if stops else len(row)
-        return Completion(row[:length], logprobs[:length], "stop" if stops else "length", self._version)
+        whole = Completion(row, logprobs, "stop", self._version, allowed=allowed).cut(length)
+        return replace(whole, finish_reason="stop" if stops else "length")
 
     def _with_prompt(self, prompt: TokenPrompt, completion: Completion) -> Completion:
         """Return a completion that begins with the prompt, as :attr:`SamplingParams.echo` requests."""
@@ -191,12 +199,9 @@ class SeededSampler(LogitsProcessor):
         self._temperature = sampling.temperature
         self._never_sampled = list(sampling.never_sampled)
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self._warpers: list[LogitsProcessor] = []
-        if sampling.top_k > 0:
-            self._warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self._limits = sampling.limits
         self.logprobs: list[Tensor] = []
+        self.allowed: list[AllowedTokens] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores whose largest is the sampled token; append its log-probability to ``logprobs``.
@@ -215,8 +220,10 @@ class SeededSampler(LogitsProcessor):
             logprobs = noisy = scores.log_softmax(dim=-1)
         else:
             scores = scores / self._temperature
-            for warper in self._warpers:
-                scores = warper(input_ids, scores)
+            if self._limits:
+                kept = allowed_tokens(scores, self._limits)
+                self.allowed.append(AllowedTokens.of(kept.sum(dim=1).cpu(), kept.nonzero()[:, 1].cpu()))
+                scores = scores.masked_fill(~kept, -torch.inf)
             logprobs = scores.log_softmax(dim=-1)
             noise = torch.stack([torch.empty(scores.shape[1]).exponential_(generator=g) for g in self._generators])
             noisy = logprobs - noise.log().to(scores.device)

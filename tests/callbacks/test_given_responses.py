@@ -107,6 +107,14 @@ def test_step_may_have_given_responses_only(tmp_path):
     assert module.trainer.callback_metrics["loss/distillation"] > 0
 
 
+@pytest.mark.parametrize("on_policy", [{"shown": 0.0}, 0.0])
+def test_given_responses_have_no_limits(tmp_path, on_policy):
+    module = distil(tmp_path, GivenResponses(on_policy=on_policy), top_k=3)
+    rollout = module.last_step.experience.rollout
+    assert torch.equal(rollout.is_given, rollout.allowed.counts.sum(dim=1) == 0)
+    assert rollout.allowed.counts.max() <= 4  # the engine's tokens are not the actor's
+
+
 def test_fraction_is_drawn_anew_in_each_epoch():
     settings = GivenResponses(on_policy=0.25)
     rows = [{"prompt": "a" * n, "completion": "b"} for n in range(1, 8)] * 60

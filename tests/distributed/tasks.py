@@ -53,7 +53,7 @@ from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
 from lightning_rlhf.rollout.given_responses import GivenResponses
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import AllowedTokens, Completion, SamplingParams
 from tests.environments.worlds import CountsLetters, DrawsSome
 from tests.stand_ins import TinyModel, quiet_trainer
 from tests.vision_models import drawing
@@ -68,12 +68,14 @@ class SeededEngine(RolloutEngine):
 
     Args:
         tokens: first token that is sampled, and the one after the last.
+        names_tokens: whether completions have allowed tokens, which are random too.
     """
 
     traits = EngineTraits(ranks=4, reads_images=True)  # or fewer: what several ask, all of them get
 
-    def __init__(self, tokens: tuple[int, int] = (3, 11)) -> None:
+    def __init__(self, tokens: tuple[int, int] = (3, 11), names_tokens: bool = False) -> None:
         self.tokens = tokens
+        self.names_tokens = names_tokens
 
     def start(self, setup: EngineSetup) -> None:
         self.version = -1
@@ -96,7 +98,12 @@ class SeededEngine(RolloutEngine):
         length = int(torch.randint(1, sampling.max_tokens + 1, (), generator=draw))
         tokens = torch.randint(*self.tokens, (length,), generator=draw).tolist()
         logprobs = (-2 * torch.rand(length, generator=draw)).tolist()
-        return Completion(tokens, logprobs, "stop" if length % 2 else "length", self.version)
+        allowed = None
+        if self.names_tokens:
+            listed = torch.rand(length, self.tokens[1], generator=draw) < 0.5
+            listed[range(length), tokens] = True
+            allowed = AllowedTokens.of(listed.sum(dim=1), listed.nonzero()[:, 1])
+        return Completion(tokens, logprobs, "stop" if length % 2 else "length", self.version, allowed=allowed)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         return None
@@ -151,13 +158,15 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto``, ``online_dpo`` or ``distillation``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
-            environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models or one for
-            each seed, ``quantization`` of its weights, ``images`` in the rows (then the checkpoint has a processor) and
-            ``train_vision``, further arguments of the module.
+            environment, ``limits`` of the sampling, whether the engine ``names_tokens``, further fields of the
+            ``architecture``, directory of a ``checkpoint`` for all models or one for each seed, ``quantization`` of its
+            weights, ``images`` in the rows (then the checkpoint has a processor) and ``train_vision``, further
+            arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
-    turns = options.pop("turns", None)
+    turns, limits = options.pop("turns", None), options.pop("limits", {})
+    names_tokens = options.pop("names_tokens", False)
     if updates := options.pop("updates", None):
         options |= {"update_epochs": 1, "minibatch_size": 2 * rows // updates, "kl_reward": KLTerm()}
     if max_staleness:
@@ -213,7 +222,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         ref = None if adapters else model(2)  # with adapters, the actor without them
         loop = RolloutLoop(
             [RewardFunction(reward)],
-            SeededEngine((71, 79) if images else (3, 11)),
+            SeededEngine((71, 79) if images else (3, 11), names_tokens),
             group_size=2,
             max_response_tokens=(30 if images else 6) * (turns or 1),
             environment=turns and environment_of(turns, images),
@@ -223,6 +232,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             max_staleness=max_staleness,
             teacher_prompt="longer" if kind == "distillation" else None,
             given_responses=responses,
+            **limits,
         )
         if kind == "mixture":
             mixture = {

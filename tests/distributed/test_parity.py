@@ -175,6 +175,26 @@ def test_updates_with_log_probs_of_the_first_forward_pass_equal_those_of_one_pro
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("names_tokens", [True, False])
+@pytest.mark.parametrize("kind", ["ppo", "mixture"])
+def test_limits_of_the_sampling_give_the_weights_of_one_process(kind, names_tokens, tmp_path):
+    limits = {"top_p": 0.8, "top_k": 6, "min_p": 0.02}
+    module = {"limits": limits, "names_tokens": names_tokens, "heads": 4, **({"top_k": 4} if kind == "mixture" else {})}
+    strategies = ["rlhf_ddp", "rlhf_fsdp", *(name for name in STRATEGIES if name.endswith("parallel 2"))]
+    answers, files = [], []
+    for number, strategy in enumerate(["auto", *strategies[:4], "rlhf_deepspeed_stage_3"]):
+        files.append(tmp_path / f"{number}.safetensors")
+        how = STRATEGIES.get(strategy, strategy)
+        run = {"kind": kind, "strategy": how, "weights": str(files[-1]), "module": module}
+        answers.append(run_ranks("tests.distributed.tasks:train", 1 if strategy == "auto" else 2, [run])[0][0])
+    assert all(1 < step["rollout/allowed_tokens_mean"] < 7 for step in answers[0]["steps"])
+    assert any(step["rollout/added_token_fraction"] > 0 for step in answers[0]["steps"]) != names_tokens
+    for answer, file in zip(answers[1:], files[1:], strict=True):
+        assert_equal_metrics(answer, answers[0])
+        assert max(largest_differences(file, files[0]).values()) <= WEIGHTS
+
+
+@pytest.mark.slow
 def test_conversations_equal_those_of_one_process(tmp_path):
     answers, files = [], []
     for ranks, strategy in ((1, "auto"), (2, "rlhf_ddp"), (3, "rlhf_fsdp"), (2, STRATEGIES["rlhf_deepspeed_stage_3"])):

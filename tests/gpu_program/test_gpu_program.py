@@ -1,8 +1,8 @@
 """Engines with the program that vLLM runs on a GPU: right log-probabilities, versions and seeds.
 
 Asynchronous scheduling has a step in flight while the engine gets new weights or a response ends, and Model Runner V2
-samples in kernels of its own. Not run: the kernel of top-p and top-k, which Triton's interpreter does not support,
-tensor parallelism, CUDA graphs, images, and any GPU.
+samples in kernels of its own. Not run: the kernel of top-p and top-k, which Triton's interpreter does not support (the
+function for CPUs takes its place), tensor parallelism, CUDA graphs, images, and any GPU.
 """
 
 import os
@@ -13,11 +13,12 @@ from functools import partial
 import pytest
 import torch
 
+from lightning_rlhf.functional.allowed_tokens import allowed_tokens
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rollout.generation import generate, submit
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import SamplingLimits, SamplingParams
 from tests.callbacks.conftest import Run
 from tests.rollout.engines import END, greedy, largest_gap, parameters_of, prompts_of, pushed, setup_of, source_of
 from tests.rollout.test_vllm_adapters import adapted, base_of, exported, named_tensors
@@ -61,6 +62,32 @@ def test_log_probabilities_equal_the_trainer_when_weights_follow_the_last_respon
         assert largest_gap(actor, PROMPTS, completions) < 1e-5
         assert {completion.policy_version for completion in completions} == {version}
     assert engine.first_difference(parameters_of(actor)) is None
+
+
+def test_engine_returns_the_tokens_that_limits_allowed(start, program):
+    engine = start(VLLMEngine(), limits=SamplingLimits(0.9, 12, 0.01))
+    assert program in engine.wait()
+    actor = pushed(engine, source_of(seed=1), 1)
+    echoed = generate(engine, PROMPTS, SamplingParams(1, echo=True), range(8))
+    assert [each.token_ids[:-1] for each in echoed] == [prompt[1:] for prompt in PROMPTS]
+    mostly = generate(engine, PROMPTS, SamplingParams(6, temperature=0), range(8))
+    assert [each.token_ids for each in mostly] == [greedy(actor, prompt, 6) for prompt in PROMPTS]
+    plain = generate(engine, PROMPTS, NO_STOP, range(8))
+    assert largest_gap(actor, PROMPTS, plain) < 1e-5
+    assert all(each.allowed is None for each in (*echoed, *mostly, *plain))
+    limits = SamplingLimits(0.9, 12, 0.01)
+    for prompt, each in zip(PROMPTS, generate(engine, PROMPTS, SamplingParams(10, 0.8, limits), range(8)), strict=True):
+        ids = torch.tensor([*prompt, *each.token_ids])
+        with torch.no_grad():
+            logits = actor.lm(ids[None]).logits[0, len(prompt) - 1 : -1] / 0.8
+        kept = allowed_tokens(logits, limits)
+        logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)[torch.arange(len(kept)), each.token_ids]
+        torch.testing.assert_close(torch.tensor(each.logprobs), logprobs, atol=1e-5, rtol=0)
+        if "V2" in program:
+            assert each.allowed.counts.tolist() == kept.sum(dim=1).tolist()
+            assert each.allowed.listed()[1].tolist() == kept.nonzero()[:, 1].tolist()
+        else:
+            assert each.allowed is None
 
 
 def test_responses_in_flight_are_finished_with_the_weights_that_they_began_with(engine):

@@ -1,5 +1,6 @@
 """GRPO with LoRA on a pretrained chat model: training, resume, export, generation, and the examples."""
 
+import copy
 import csv
 import json
 import os
@@ -13,6 +14,8 @@ import pytest
 import yaml
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import figures
 
 MODEL = os.environ.get("LIGHTNING_RLHF_MODEL", "")
 pytestmark = pytest.mark.slow
@@ -105,6 +108,31 @@ def test_chat_model_is_trained_resumed_exported_and_ends_its_answers(tmp_path, m
         safe_open(f"{MODEL}/model.safetensors", "pt") as base,
     ):
         assert set(exported.keys()) == set(base.keys())
+
+
+@pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}], ids=str)
+def test_engine_and_actor_agree_over_the_tokens_that_limits_allow(tmp_path, monkeypatch, limits, precision):
+    monkeypatch.chdir(tmp_path)
+    problems = [f"Tell me about the number {n} and about what people do with it." for n in range(8)]
+    Path("sums.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": ""}) + "\n" for p in problems))
+    Path("reward.py").write_text(REWARD)
+    config = copy.deepcopy(GRPO)
+    config["trainer"] |= {"precision": precision, "max_steps": 1}
+    config["data"]["init_args"] |= {"batch_size": 8, "as_messages": True}
+    loop = config["trainer"]["callbacks"][0]["init_args"]
+    loop |= {**limits, "max_response_tokens": 40, "max_logprob_diff": 5.0, "validate_at_ends": False}
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    command("fit", "--config", "run.yaml")
+    (row,) = csv.DictReader(Path("run/metrics.csv").read_text().splitlines())
+    added = float(row["rollout/added_token_fraction"]) if limits else 0.0
+    figures.record(f"gap {limits} {precision}", float(row["rollout/logprob_diff_mean"]))
+    figures.record(f"added {limits} {precision}", added)
+    assert float(row["rollout/logprob_diff_mean"]) < (0.1 if precision == "bf16-mixed" else 5e-5)
+    assert added < (0.01 if precision == "bf16-mixed" else 5e-4)
+    if limits:
+        assert 1 < float(row["rollout/allowed_tokens_mean"]) < 1000
 
 
 @pytest.mark.timeout(900)

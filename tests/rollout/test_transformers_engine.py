@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_rlhf.functional.allowed_tokens import allowed_tokens
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.transformers import SeededSampler, TransformersEngine
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import SamplingLimits, SamplingParams
 from tests.rollout.engines import (
     ARCHITECTURE,
     END,
@@ -66,14 +67,15 @@ def test_samples_follow_the_distribution(temperature):
         ({"top_p": 0.5}, [0]),
         ({"top_p": 0.8}, [0, 3, 5]),
         ({"top_k": 3, "top_p": 0.5}, [0]),
+        ({"min_p": 0.3}, [0, 3]),
     ],
 )
-def test_top_k_and_top_p_truncate_the_distribution(options, saved):
+def test_limits_truncate_the_distribution(options, saved):
     logits = torch.tensor([2.0, -1.0, 0.0, 1.0, -torch.inf, 0.5])  # 0.53 0.03 0.07 0.20 0 0.12... of the whole
     wanted = torch.full_like(logits, -torch.inf)
     wanted[saved] = logits[saved]
     probabilities = wanted.softmax(0)
-    chosen, logprobs = draws(logits, SamplingParams(1, **options), 10_000)
+    chosen, logprobs = draws(logits, SamplingParams(1, limits=SamplingLimits(**options)), 10_000)
     assert distance(chosen, probabilities) < 18.47
     torch.testing.assert_close(logprobs, probabilities.log()[chosen])
 
@@ -90,7 +92,7 @@ def test_draws_of_one_row_are_independent():
 
 def test_temperature_0_takes_the_most_likely_token_and_returns_the_log_probability_of_the_model():
     logits = torch.tensor([0.0, 3.0, 1.0])
-    chosen, logprobs = draws(logits, SamplingParams(1, temperature=0, top_k=2), 3)
+    chosen, logprobs = draws(logits, SamplingParams(1, temperature=0, limits=SamplingLimits(top_k=2)), 3)
     assert chosen.tolist() == [1, 1, 1]
     torch.testing.assert_close(logprobs, logits.log_softmax(0)[1].expand(3))
 
@@ -105,6 +107,22 @@ def test_log_probabilities_equal_the_trainer_after_every_push_for_prompts_of_dif
         assert largest_gap(actor, prompts, completions, temperature) * temperature < 1e-5
         assert {completion.policy_version for completion in completions} == {version}
         assert engine.first_difference(parameters_of(actor)) is None
+
+
+def test_completions_have_the_tokens_that_limits_allowed(engine):
+    actor, prompts, limits = pushed(engine, source_of()), prompts_of(24), SamplingLimits(0.9, 20, 0.02)
+    parameters = SamplingParams(24, 0.7, limits, stop_token_ids=(END,))
+    completions = generate(engine, prompts, parameters, range(24))
+    assert any(len(completion.token_ids) < 24 for completion in completions)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([*prompt, *completion.token_ids])
+        with torch.no_grad():
+            logits = actor.lm(ids[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        kept = allowed_tokens(logits, limits)
+        assert completion.allowed.counts.tolist() == kept.sum(dim=1).tolist()
+        assert completion.allowed.listed()[1].tolist() == kept.nonzero()[:, 1].tolist()
+        logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)[torch.arange(len(kept)), completion.token_ids]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-5, rtol=0)
 
 
 def test_echo_returns_the_prompt_with_its_log_probabilities_first(engine):

@@ -32,7 +32,7 @@ from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import SamplingLimits, SamplingParams
 from tests.rollout.engines import (
     ARCHITECTURE,
     END,
@@ -164,14 +164,18 @@ def test_log_probabilities_are_those_at_the_temperature(engines, temperature):
     assert largest_gap(actor, prompts, completions, temperature) * temperature < 1e-5  # of the logits
 
 
-def test_top_k_and_top_p_keep_the_most_likely_tokens(engines):
+def test_limits_keep_the_most_likely_tokens(engines):
     actor = pushed(engines.tied, source_of())
     with torch.no_grad():
         logprobs = actor.lm(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(0)
-    ranked = logprobs.argsort(descending=True).tolist()
+    likely, ranked = logprobs.exp(), logprobs.argsort(descending=True).tolist()
     for sampling, saved in (
-        (SamplingParams(1, top_k=3), ranked[:3]),
-        (SamplingParams(1, top_p=0.5), ranked[: int((logprobs[ranked].exp().cumsum(0) < 0.5).sum()) + 1]),
+        (SamplingParams(1, limits=SamplingLimits(top_k=3)), ranked[:3]),
+        (
+            SamplingParams(1, limits=SamplingLimits(0.5)),
+            ranked[: int((logprobs[ranked].exp().cumsum(0) < 0.5).sum()) + 1],
+        ),
+        (SamplingParams(1, limits=SamplingLimits(min_p=0.3)), ranked[: int((likely >= 0.3 * likely.max()).sum())]),
     ):
         completions = generate(engines.tied, [[5, 6]] * 200, sampling, range(200))
         renormalised = (logprobs[saved] - logprobs[saved].logsumexp(0)).tolist()

@@ -56,7 +56,7 @@ from lightning_rlhf.extras.commands.responses_file import (
 from lightning_rlhf.extras.commands.run_config import loop_arguments, make_environment, parse_run_config
 from lightning_rlhf.functional.seeding import derive_seed
 from lightning_rlhf.images import ImageSettings
-from lightning_rlhf.types import ConversationRecord, SamplingParams
+from lightning_rlhf.types import ConversationRecord, SamplingLimits, SamplingParams
 
 _EPILOG = """Each line of the output is a row of the prompts with its responses. After an interruption, the same command
 continues; the seed of a response does not depend on the batch size.
@@ -177,7 +177,8 @@ def _make_backend(options: argparse.Namespace) -> ResponseBackend:
         stop_ids = tuple(loop_arguments(config)["stop_token_ids"] or ())
     if options.max_tokens is None:
         options.max_tokens = longest
-    sampling = SamplingParams(options.max_tokens, options.temperature, options.top_p, options.top_k, stop_ids)
+    limits = SamplingLimits(options.top_p, options.top_k)
+    sampling = SamplingParams(options.max_tokens, options.temperature, limits, stop_ids)
     if options.server is not None:
         return ServerBackend(options.server, options.api_key_env, options.model, sampling, options.concurrency)
     return EngineBackend(

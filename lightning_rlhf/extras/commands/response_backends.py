@@ -464,10 +464,10 @@ class ServerBackend:
             "seed": seed % _SEEDS,
             "max_tokens": self._sampling.max_tokens,
             "temperature": self._sampling.temperature,
-            "top_p": self._sampling.top_p,
+            "top_p": self._sampling.limits.top_p,
         }
-        if self._sampling.top_k:  # not every server accepts it
-            body["top_k"] = self._sampling.top_k
+        if self._sampling.limits.top_k:  # not every server accepts it
+            body["top_k"] = self._sampling.limits.top_k
         body |= {"messages": openai_messages(prompt.messages)} if prompt.messages else {"prompt": prompt.text}
         reply = await self._post_until_free(route, Request(body, 1))
         try:

@@ -20,6 +20,9 @@ def rollout(options: TRLOptions) -> dict[str, Any]:
     }
     if "max_completion_length" in options.nulls:
         options.note("max_completion_length: null has no limit in TRL; max_response_tokens is 512 here")
+    limits = {"top_p": options.carry("top_p"), "top_k": options.carry("top_k"), "min_p": options.carry("min_p")}
+    unlimited = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+    found |= {name: value for name, value in limits.items() if value is not None and value not in unlimited[name]}
     if samples := options.carry("num_generations_eval"):
         found["val_samples"] = int(samples)
     if (rewards := _rewards(options)) is not None:

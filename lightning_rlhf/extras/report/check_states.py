@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from lightning_rlhf.callbacks.records.health_monitor import CHECKS, Finding
 from lightning_rlhf.callbacks.records.run_history import Row, is_validation
+from lightning_rlhf.extras.health.monitor import CHECKS, Finding
 
 _REASONS = {
     "clipping": "the loss clips ratios of whole responses, which happens far more often",

@@ -19,6 +19,7 @@ from lightning_rlhf.rollout.vllm.requests import check_expansion
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION, Slot
 
 _DECODED = 64  # images that are kept decoded
+_MASKS = "return_sampling_mask"  # argument with which vLLM returns the tokens that limits left to sample from
 
 
 class VLLMCore:
@@ -29,11 +30,18 @@ class VLLMCore:
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self._llm = LLM(**{"worker_extension_cls": "lightning_rlhf.rollout.vllm.receiver.WeightReceiver", **arguments})
+        arguments = {"worker_extension_cls": "lightning_rlhf.rollout.vllm.receiver.WeightReceiver", **arguments}
+        try:
+            self._llm = LLM(**arguments)
+        except ValueError as error:  # vLLM's program for CPUs returns none, and neither do some kinds of models
+            if "sampling distribution replay" not in str(error):
+                raise
+            self._llm = LLM(**{**arguments, _MASKS: False})
         self._engine = self._llm.llm_engine
         self._asleep = False
         self._adapter: LoRARequest | None = None
         self._images: dict[str, EncodedImage] = {}
+        self._unlimited = set[str]()  # requests that get no masks
         self._decoded = lru_cache(maxsize=_DECODED)(lambda sha256: self._images[sha256].open())
         self._begin_version(DIRECTORY_VERSION)
         # vLLM freezes what it has when its core is made, but not what follows, which each full collection would read.
@@ -201,6 +209,11 @@ class VLLMCore:
         fields = dict(request["sampling"])
         if "logit_bias" in fields:
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+        model = self._engine.vllm_config.model_config
+        if model.return_sampling_mask and not (fields["temperature"] and fields["top_k"]):
+            # vLLM then accepts no other requests. The one most likely token is the greedy choice.
+            fields |= {"top_k": model.get_vocab_size()} if fields["temperature"] else {"temperature": 1.0, "top_k": 1}
+            self._unlimited.add(request["id"])
         sampling = SamplingParams(
             **fields,
             seed=request["seed"],
@@ -246,7 +259,7 @@ class VLLMCore:
         """Advance all requests by one token and yield the finished completions."""
         for output in self._engine.step():
             if output.finished:
-                yield _completion(output)
+                yield self._completion(output)
 
     def cut(self) -> Iterator[dict[str, Any]]:
         """End the running requests that have tokens, and yield their completions, which are truncated."""
@@ -254,20 +267,25 @@ class VLLMCore:
         started = [state for state in states if state.detokenizer.num_output_tokens()]
         outputs = [state.make_request_output([], None, FinishReason.LENGTH, None) for state in started]
         self._engine.abort_request([state.request_id for state in started], internal=True)
-        yield from map(_completion, outputs)
+        yield from map(self._completion, outputs)
 
-
-def _completion(output: Any) -> dict[str, Any]:
-    """Return the completion in a finished output of vLLM as a message."""
-    sample = output.outputs[0]
-    first, *later = sample.weight_versions
-    echoed = [] if output.prompt_logprobs is None else output.prompt_token_ids[1:]
-    echoed_logprobs = output.prompt_logprobs.logprobs if echoed else []
-    return {
-        "id": output.request_id,
-        "token_ids": [*echoed, *sample.token_ids],
-        "logprobs": [float(value) for value in (*echoed_logprobs, *sample.logprobs.logprobs)],
-        "finish_reason": "length" if sample.finish_reason == "length" else "stop",
-        "policy_version": int(first.version),
-        "later_versions": [[span.start, int(span.version)] for span in later],
-    }
+    def _completion(self, output: Any) -> dict[str, Any]:
+        """Return the completion in a finished output of vLLM as a message."""
+        sample = output.outputs[0]
+        first, *later = sample.weight_versions
+        echoed = [] if output.prompt_logprobs is None else output.prompt_token_ids[1:]
+        echoed_logprobs = output.prompt_logprobs.logprobs if echoed else []
+        message = {
+            "id": output.request_id,
+            "token_ids": [*echoed, *sample.token_ids],
+            "logprobs": [float(value) for value in (*echoed_logprobs, *sample.logprobs.logprobs)],
+            "finish_reason": "length" if sample.finish_reason == "length" else "stop",
+            "policy_version": int(first.version),
+            "later_versions": [[span.start, int(span.version)] for span in later],
+        }
+        if output.request_id in self._unlimited:
+            self._unlimited.remove(output.request_id)
+        elif sample.sampling_mask is not None:
+            masks = sample.sampling_mask.token_ids
+            message["allowed"] = [list(map(len, masks)), [int(token) for mask in masks for token in mask]]
+        return message

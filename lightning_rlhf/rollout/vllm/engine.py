@@ -300,6 +300,8 @@ class VLLMEngine(RolloutEngine):
             arguments["language_model_only"] = True  # otherwise vLLM needs a processor, which reads no image here
         if self._sleeps:
             arguments["enable_sleep_mode"] = True
+        if setup.limits.top_k:
+            arguments["return_sampling_mask"] = True  # vLLM returns none without top-k; VLLMCore tries whether it can
         if self.traits.mixes_versions:
             arguments["async_scheduling"] = False  # it returns tokens one step later, labelled with the newer version
         if torch.cuda.is_available():

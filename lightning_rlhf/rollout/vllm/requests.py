@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.heads import EXCLUDED
-from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
+from lightning_rlhf.types import AllowedTokens, Completion, SamplingParams, TokenPrompt
 
 # vLLM 0.32 rejects higher temperatures, and silently uses 0.01 for lower ones.
 _LOWEST_TEMPERATURE = 0.01
@@ -124,8 +125,7 @@ def _fields(sampling: SamplingParams) -> dict[str, Any]:
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        **vars(sampling.limits),
         "stop_token_ids": list(sampling.stop_token_ids),
         **({"prompt_logprobs": 0} if sampling.echo else {}),  # without a read of the prefix cache
         **(
@@ -142,7 +142,9 @@ def as_completion(message: dict[str, Any]) -> Completion:
         raise RunError(f"vLLM's completion lacks {error}; it has {', '.join(sorted(message))}") from None
     later_versions = tuple((start, version) for start, version in message.get("later_versions", []))
     token_ids, logprobs, finish_reason, policy_version = fields
-    return Completion(token_ids, logprobs, finish_reason, policy_version, later_versions)
+    allowed = message.get("allowed")  # numbers of allowed tokens, and their ids
+    tokens = None if allowed is None else AllowedTokens.of(*(torch.tensor(each, dtype=torch.int32) for each in allowed))
+    return Completion(token_ids, logprobs, finish_reason, policy_version, later_versions, allowed=tokens)
 
 
 def vocabulary_of(directory: Path) -> int:

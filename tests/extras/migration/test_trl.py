@@ -48,6 +48,14 @@ def loop(run):
     return run["callbacks"][0]["init_args"]
 
 
+def test_limits_of_the_sampling_are_carried_over():
+    *_, run, left = parts(GRPO | {"top_p": 0.9, "top_k": 20, "min_p": 0.05})
+    assert {name: loop(run)[name] for name in ("top_p", "top_k", "min_p")} == {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    *_, run, unlimited = parts(GRPO | {"top_p": 1.0, "top_k": -1, "min_p": None})
+    assert not {"top_p", "top_k", "min_p"} & loop(run).keys()
+    assert left == unlimited
+
+
 def test_sizes_of_grpo_count_prompts_over_all_devices():
     model, data, run, left = parts(GRPO, devices=4)
     assert (data["batch_size"], loop(run)["group_size"], run["devices"]) == (16, 8, 4)  # 8 * 4 * 4 responses
@@ -240,10 +248,12 @@ def test_activations_are_checkpointed_as_by_default():
 
 
 def test_options_that_are_not_here_are_listed_with_the_reason():
-    *_, left = parts({**GRPO, "top_p": 0.9, "loss_type": "bnpo", "mine": 1, "warmup_steps": 30, "hub_token": None})
-    assert [line.partition(":")[0] for line in left[2:]] == ["top_p", "mine", "warmup_steps"]
+    *_, left = parts(
+        {**GRPO, "repetition_penalty": 1.1, "loss_type": "bnpo", "mine": 1, "warmup_steps": 30, "hub_token": None}
+    )
+    assert [line.partition(":")[0] for line in left[2:]] == ["repetition_penalty", "mine", "warmup_steps"]
     assert left[0] == "loss_type: 'bnpo' is the mean over the tokens of a micro-batch in TRL, of an update here"
-    assert "not here: the trainer's log-probabilities would not be those" in left[2]
+    assert "not here: " in left[2]
     assert left[3] == "mine: 1 (TRL 1.16 has no such option)"
 
 
@@ -353,11 +363,11 @@ def test_a_program_is_not_a_file_of_options(tmp_path, capsys, name, text, messag
 
 
 def test_project_explains_itself(tmp_path, capsys):
-    (tmp_path / "given.json").write_text(json.dumps(GRPO | {"top_p": 0.9}))
+    (tmp_path / "given.json").write_text(json.dumps(GRPO | {"repetition_penalty": 1.1}))
     assert new.run([str(tmp_path / "my run"), "--from-trl", str(tmp_path / "given.json")]) == 0
     text = (tmp_path / "my run/README.md").read_text()
     assert f"cd '{tmp_path}/my run'\nlightning-rlhf check-data --config run.yaml" in text
-    assert "- top_p: 0.9 (not here:" in text
+    assert "- repetition_penalty: 1.1 (not here:" in text
     assert f"  cd '{tmp_path}/my run'" in capsys.readouterr().out
     arguments = [str(tmp_path / "run"), "--from-trl", str(tmp_path / "given.json"), "--devices", "0"]
     assert new.run(arguments) == 2

@@ -17,13 +17,13 @@ from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.extras.servers import engine as engine_module
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
-from lightning_rlhf.types import Prompt, PromptImages, SamplingParams, TokenPrompt
+from lightning_rlhf.types import Prompt, PromptImages, SamplingLimits, SamplingParams, TokenPrompt
 from tests.environments.worlds import Echo
 from tests.extras.servers.several import PARAMETERS, VOCABULARY, slowly
 from tests.extras.servers.stub_server import GENERATE
 from tests.vision_models import drawing
 
-SAMPLING = SamplingParams(4, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(2, 3))
+SAMPLING = SamplingParams(4, temperature=0.5, limits=SamplingLimits(0.9, 7), stop_token_ids=(2, 3))
 IMAGE = EncodedImage("ab" * 32, 8, 8, data=drawing(1).data)
 UNEXPANDED = (4, 9, 5)  # one token stands for the image, as the prompt is sent
 EXPANDED = [4, 9, 9, 5]  # two tokens do, as the model reads it
@@ -91,6 +91,7 @@ def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 7,
+        "min_p": 0.0,
         "stop_token_ids": [2, 3],
         "seed": 3,
         "logprobs": 0,

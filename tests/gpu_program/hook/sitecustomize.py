@@ -2,7 +2,8 @@
 
 ``VLLM_PROGRAM=async``: asynchronous scheduling, which vLLM switches off in one line of its module for CPUs. It is
 restored after that line. ``VLLM_PROGRAM=v2``: Model Runner V2 as well. It needs Triton, whose interpreter looks to vLLM
-like a compiler for CPUs. No file of vLLM or Triton is changed.
+like a compiler for CPUs. vLLM's function for CPUs replaces the kernel of top-k and top-p, which the interpreter cannot
+run. No file of vLLM or Triton is changed.
 """
 
 import importlib.abc
@@ -13,11 +14,14 @@ import sys
 PROGRAM = os.environ.get("VLLM_PROGRAM")
 
 
-class CPUPlatform(importlib.abc.MetaPathFinder):
-    """Finds vLLM's module for CPUs, and changes its class when the module is executed."""
+class Changed(importlib.abc.MetaPathFinder):
+    """Finds a module of vLLM, and changes it when it is executed."""
+
+    def __init__(self, name, change):
+        self.name, self.change = name, change
 
     def find_spec(self, name, path=None, target=None):
-        if name != "vllm.platforms.cpu":
+        if name != self.name:
             return None
         sys.meta_path.remove(self)  # the other finders find the file
         spec = importlib.util.find_spec(name)
@@ -25,14 +29,15 @@ class CPUPlatform(importlib.abc.MetaPathFinder):
 
         def execute_and_change(module):
             execute(module)
-            keep_scheduling(module.CpuPlatform)
+            self.change(module)
 
         spec.loader.exec_module = execute_and_change
         return spec
 
 
-def keep_scheduling(platform):
+def keep_scheduling(module):
     """Restore the scheduling that the configuration had before the platform checked it."""
+    platform = module.CpuPlatform
     check = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls, vllm_config):
@@ -60,9 +65,15 @@ def show_interpreter_as_compiler():
     triton.backends.backends["cpu"] = Backend
 
 
+def use_function_for_cpus(module):
+    """Apply top-k and top-p without Triton."""
+    module.HAS_TRITON = False
+
+
 if PROGRAM in ("async", "v2"):
-    sys.meta_path.insert(0, CPUPlatform())
+    sys.meta_path.insert(0, Changed("vllm.platforms.cpu", keep_scheduling))
 if PROGRAM == "v2":
+    sys.meta_path.insert(0, Changed("vllm.v1.sample.ops.topk_topp_sampler", use_function_for_cpus))
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     show_interpreter_as_compiler()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_rlhf.callbacks.records.health_monitor import CHECKS, HealthMonitor
+from lightning_rlhf.extras.health.monitor import CHECKS, HealthMonitor
 
 
 def steps(count, **metrics):

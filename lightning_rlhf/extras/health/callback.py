@@ -8,23 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
-from lightning_rlhf.callbacks.records.health_monitor import HealthMonitor
 from lightning_rlhf.callbacks.records.run_files import HEALTH_SETTINGS, precedes, read_metrics
 from lightning_rlhf.callbacks.records.run_history import is_validation
+from lightning_rlhf.callbacks.records.run_reader import RunReader
+from lightning_rlhf.extras.health.monitor import HealthMonitor
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 
 log = logging.getLogger(__name__)
 
 
-class HealthChecks(Callback):
+class HealthChecks(RunReader):
     """Warns once for each health check that fails, with the number, its bound and what you can do next.
 
-    docs/health.md lists the checks, and :mod:`lightning_rlhf.callbacks.records.health_monitor` contains them. Some have
+    docs/health.md lists the checks, and :mod:`lightning_rlhf.extras.health.monitor` contains them. Some have
     further conditions. Equal groups fail only while the reward has not risen, or while its mean is below nine tenths of
     the largest. A lost reward is more than two standard errors below an earlier step's. With a reward model alone, the
     KL to the reference also fails above 0.3 nats per token while the reward has risen. The entropy fails only if the

@@ -6,9 +6,9 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import HealthChecks, MetricsCSV
-from lightning_rlhf.callbacks.records.health import skipped_checks
-from lightning_rlhf.callbacks.records.health_monitor import HealthMonitor
 from lightning_rlhf.extras.algorithms.sequence_policy_losses import GSPOLoss
+from lightning_rlhf.extras.health.callback import skipped_checks
+from lightning_rlhf.extras.health.monitor import HealthMonitor
 from lightning_rlhf.extras.report.run_directory import RunDirectory
 from lightning_rlhf.rewards.function import RewardFunction
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.late_ranks.callback import LateRanks as LateRanks
     from lightning_rlhf.extras.records.metrics_csv import MetricsCSV as MetricsCSV
     from lightning_rlhf.extras.records.throughput import Throughput as Throughput
+    from lightning_rlhf.extras.references.following import FollowingReference as FollowingReference
     from lightning_rlhf.extras.report.page_callback import ReportPage as ReportPage
     from lightning_rlhf.extras.report.summary import Report as Report
     from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
@@ -29,6 +30,7 @@ _HOME = {
     "Console": "lightning_rlhf.extras.console.console",
     "DynamicSampling": "lightning_rlhf.rollout.dynamic_sampling",
     "EntropyControl": "lightning_rlhf.extras.algorithms.entropy_control",
+    "FollowingReference": "lightning_rlhf.extras.references.following",
     "GracefulShutdown": "lightning_rlhf.callbacks.survival.graceful_shutdown",
     "HFExport": "lightning_rlhf.extras.export.hf_export",
     "HealthChecks": "lightning_rlhf.extras.health.callback",

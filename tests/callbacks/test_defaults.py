@@ -44,8 +44,8 @@ def test_default_callbacks_have_the_documented_order():
         LateRanks,
         HFExport,
         MetricsCSV,
-        HealthChecks,
         RunState,
+        HealthChecks,
         ReportPage,
     ]
 
@@ -67,7 +67,7 @@ def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     ordered = complete([*inputs, console])
     assert kinds(ordered) == [
         GracefulShutdown, RunLock, ResumeCheck, Throughput, Console, RolloutLoop, RolloutLog, KLControl, FrozenHeap,
-        LateRanks, HFExport, MetricsCSV, HealthChecks, RunState, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
+        LateRanks, HFExport, MetricsCSV, RunState, Report, HealthChecks, ReportPage, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

@@ -43,6 +43,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.extras.algorithms.mixture import RewardObjective, SupervisedObjective, TeacherObjective
+from lightning_rlhf.extras.references.following import FollowingReference
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
@@ -158,15 +159,16 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto``, ``online_dpo`` or ``distillation``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
-            environment, ``limits`` of the sampling, whether the engine ``names_tokens``, further fields of the
-            ``architecture``, directory of a ``checkpoint`` for all models or one for each seed, ``quantization`` of its
-            weights, ``images`` in the rows (then the checkpoint has a processor) and ``train_vision``, further
-            arguments of the module.
+            environment, ``limits`` of the sampling, whether the engine ``names_tokens``, arguments with which the
+            reference ``follows`` the actor, further fields of the ``architecture``, directory of a ``checkpoint`` for
+            all models or one for each seed, ``quantization`` of its weights, ``images`` in the rows (then the
+            checkpoint has a processor) and ``train_vision``, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
     turns, limits = options.pop("turns", None), options.pop("limits", {})
     names_tokens = options.pop("names_tokens", False)
+    followers = [FollowingReference(*follows)] if (follows := options.pop("follows", None)) else []
     if updates := options.pop("updates", None):
         options |= {"update_epochs": 1, "minibatch_size": 2 * rows // updates, "kl_reward": KLTerm()}
     if max_staleness:
@@ -260,7 +262,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             "kl_reward": KLTerm(0.1),
             "kl_loss": KLTerm(0.05, "k3"),
         } | inputs
-        return PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **inputs), data, [loop]
+        module = PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **inputs)
+        return module, data, [loop, *followers]
     if kind == "sft":
         items = [{"prompt": word, "completion": word[::-1] + "a"} for word in WORDS]
         items = with_pictures(items) if images else items

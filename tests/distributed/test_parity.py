@@ -195,6 +195,31 @@ def test_limits_of_the_sampling_give_the_weights_of_one_process(kind, names_toke
 
 
 @pytest.mark.slow
+def test_a_reference_that_follows_equals_that_of_one_process_also_after_resuming_on_other_ranks(tmp_path):
+    files, answers = [], []
+    run = {"kind": "ppo", "module": {"follows": [2, 0.4], "heads": 4}, "trainer": {"max_steps": 5}}
+
+    def train(ranks, strategy, **options):
+        files.append(tmp_path / f"{len(files)}.safetensors")
+        made = {**run, "strategy": STRATEGIES.get(strategy, strategy), "weights": str(files[-1]), **options}
+        answers.append(run_ranks("tests.distributed.tasks:train", ranks, [made])[0][0])
+
+    train(1, "rlhf_single")
+    for strategy in ("rlhf_ddp", "rlhf_fsdp", "rlhf_fsdp, tensor parallel 2", "rlhf_fsdp, sequence parallel 2"):
+        train(2, strategy)
+    train(2, "rlhf_fsdp", save=str(tmp_path / "two.ckpt"), save_at=3)
+    train(1, "rlhf_single", ckpt=str(tmp_path / "two.ckpt"))
+    plain = tmp_path / "plain.safetensors"
+    still = {**run, "module": {"heads": 4}, "strategy": "rlhf_single", "weights": str(plain)}
+    run_ranks("tests.distributed.tasks:train", 1, [still])
+    assert max(largest_differences(plain, files[0]).values()) > WEIGHTS
+    for file in files[1:]:
+        assert max(largest_differences(file, files[0]).values()) <= WEIGHTS
+    for answer in answers[1:5]:
+        assert_equal_metrics(answer, answers[0])
+
+
+@pytest.mark.slow
 def test_conversations_equal_those_of_one_process(tmp_path):
     answers, files = [], []
     for ranks, strategy in ((1, "auto"), (2, "rlhf_ddp"), (3, "rlhf_fsdp"), (2, STRATEGIES["rlhf_deepspeed_stage_3"])):

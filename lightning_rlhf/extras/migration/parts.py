@@ -19,6 +19,7 @@ PARTS = {
     "checkpoint": ("lightning_rlhf.callbacks.RunCheckpoint", "`RunCheckpoint`"),
     "console": ("lightning_rlhf.callbacks.Console", "`Console`"),
     "log": ("lightning_rlhf.callbacks.RolloutLog", "`RolloutLog`"),
+    "following": ("lightning_rlhf.callbacks.FollowingReference", "`FollowingReference`"),
     "entropy": ("lightning_rlhf.callbacks.EntropyControl", "`EntropyControl`"),
     "environment": ("lightning_rlhf.environments.settings.EnvironmentSettings", "`environment` of `RolloutLoop`"),
     "optimizer": ("torch.optim.adamw.AdamW", "`optimizer` of the module"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_rlhf.extras.migration.parts import trl_loggers
+from lightning_rlhf.extras.migration.parts import PARTS, trl_loggers
 from lightning_rlhf.extras.migration.trl_options import TRLOptions
 from lightning_rlhf.extras.migration.trl_rollout import rollout
 
@@ -34,7 +34,20 @@ def trainer_section(options: TRLOptions) -> dict[str, Any]:
         {"class_path": f"lightning_rlhf.callbacks.{name}", "init_args": arguments}
         for name, arguments in callbacks.items()
     ]
+    run["callbacks"] += _following(options)
     return {**run, "default_root_dir": directory}
+
+
+def _following(options: TRLOptions) -> list[dict[str, Any]]:
+    """Return the callback that moves the reference, or none."""
+    names = ("ref_model_sync_steps", "ref_model_mixup_alpha")
+    if not options.carry("sync_ref_model"):
+        for name in filter(options.is_set, names):
+            options.leave(name, "TRL reads it only with sync_ref_model")
+        return []
+    steps, mix = map(options.carry, names)
+    arguments = {"every_n_steps": options.steps(int(steps)), "mix": float(mix)}
+    return [{"class_path": PARTS["following"][0], "init_args": arguments}]
 
 
 def _duration(options: TRLOptions) -> dict[str, Any]:

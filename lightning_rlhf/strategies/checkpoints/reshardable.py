@@ -37,12 +37,14 @@ class ReshardableCheckpoints:
         last.ckpt/v000007/actor/optimizer.json      the optimizer's class and settings
         last.ckpt/v000007/state.pt                  loops, schedulers, callbacks, other tensors of the module
 
-    Frozen roles are not saved: their source is in the configuration. The mixin precedes a strategy of Lightning in the
+    Frozen roles are not saved, because their source is in the configuration, unless a callback changes them and says so
+    in ``stored_frozen_roles``. The mixin precedes a strategy of Lightning in the
     bases of a class, and requires a module with ``trained_roles``, ``frozen_roles`` and one attribute per role.
     """
 
     replicates_roles = False  # whether every rank has a full copy of each role, so that only rank 0 saves it
     keeps_matrices = True  # whether optimizers step on parameters with the shapes of the model, not on flat pieces
+    stored_frozen_roles: tuple[str, ...] = ()  # those that the run changes, so that checkpoints need them
     restore_checkpoint_after_setup = True  # after models are sharded and optimizers constructed
     lightning_restore_optimizer = False
 
@@ -63,12 +65,12 @@ class ReshardableCheckpoints:
         return self.root_device  # type: ignore[attr-defined]
 
     def role_state(self, name: str) -> RoleState:
-        """Return the state of a trained role. All ranks."""
-        return native_state(getattr(self._owner, name), self._optimizer(name))
+        """Return the state of a trained role, or the weights of a frozen one. All ranks."""
+        return native_state(getattr(self._owner, name), self._optimizer(name), name in self.stored_frozen_roles)
 
     def load_role_state(self, name: str, folder: Path) -> None:
-        """Load the state of a trained role, with its optimizer only when fitting. All ranks."""
-        native_load(getattr(self._owner, name), self._optimizer(name), folder)
+        """Load the state of a role, with its optimizer only when fitting. All ranks."""
+        native_load(getattr(self._owner, name), self._optimizer(name), folder, name in self.stored_frozen_roles)
 
     # -- called by the Trainer, on all ranks ----------------------------------------------------------------
 
@@ -95,13 +97,13 @@ class ReshardableCheckpoints:
         rest = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
         if not options.background:
             version = manifest.begin(path, options.above)
-            for name in self._owner.trained_roles:
+            for name in self._stored:
                 write_role(version / name, self._checked_state(name))
             with ranks.over(self._background.group()):
                 _finish(rest, version, options, checkpoint["global_step"])
             return
         # Copy everything that training changes before it continues.
-        states = {name: self._checked_state(name) for name in self._owner.trained_roles}
+        states = {name: self._checked_state(name) for name in self._stored}
         copied = not self.replicates_roles or ranks.rank() == 0
         states = {name: in_host_memory(state, copied) for name, state in states.items()}
         buffer = io.BytesIO()
@@ -156,16 +158,15 @@ class ReshardableCheckpoints:
     def _load(self, path: Path) -> dict[str, Any]:
         version = manifest.verified(path)
         stored = {folder.name for folder in version.iterdir() if folder.is_dir()}
-        trained = self._owner.trained_roles
-        missing = set(trained) - stored
-        unexpected = stored - set(trained)
+        missing = set(self._stored) - stored
+        unexpected = stored - set(self._stored)
         if missing or (unexpected and self._fitting):
             raise UsageError(
-                f"the checkpoint {path} contains {', '.join(sorted(stored))}, but this run trains "
-                f"{', '.join(trained)}: use the module and configuration that wrote it"
+                f"the checkpoint {path} contains {', '.join(sorted(stored))}, but this run changes "
+                f"{', '.join(self._stored)}: use the module and configuration that wrote it"
             )
         # Not in raise_on_all_ranks: loading uses collectives. If one rank fails, the failure watch ends the others.
-        for name in trained:
+        for name in self._stored:
             self.load_role_state(name, version / name)
         other_state = ranks.raise_on_all_ranks(lambda: load_plain(version / _OTHER_STATE))
         if lost := sorted({"global_step", "loops", "state_dict", "callbacks"} - other_state.keys()):
@@ -222,11 +223,15 @@ class ReshardableCheckpoints:
         return self.lightning_module  # type: ignore[attr-defined]
 
     @property
+    def _stored(self) -> tuple[str, ...]:
+        return (*self._owner.trained_roles, *self.stored_frozen_roles)
+
+    @property
     def _fitting(self) -> bool:
         return bool(self._owner.trainer.state.fn == TrainerFn.FITTING)
 
     def _optimizer(self, name: str) -> Optimizer | None:
-        if not self._fitting:
+        if not self._fitting or name in self.stored_frozen_roles:
             return None
         optimizers: list[Optimizer] = self.optimizers  # type: ignore[attr-defined]
         return optimizers[self._owner.trained_roles.index(name)]

@@ -22,17 +22,18 @@ _OF_PART = ":"  # between the kind of a value and one of its parts, in the keys 
 _ADAM = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")  # optimizers with the same kind of state
 
 
-def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
+def native_state(module: nn.Module, optimizer: Optimizer | None, frozen: bool = False) -> RoleState:
     """Return the state of a role; tensors are this rank's shards, not copies.
 
     Args:
         module: module of the role.
         optimizer: optimizer of the role; None returns only weights.
+        frozen: argument of :func:`owned_tensors`.
 
     Raises:
         ValueError: the optimizer's state cannot be resharded to another number of ranks.
     """
-    weights = owned_tensors(module)
+    weights = owned_tensors(module, frozen)
     tensors = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
     if optimizer is None:
         return RoleState(tensors, None)
@@ -47,19 +48,20 @@ def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
     return RoleState(tensors, settings_of(optimizer, groups))
 
 
-def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
+def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path, frozen: bool = False) -> None:
     """Load a role, saved under any strategy, into a module and its optimizer.
 
     Args:
         module: module of the role.
         optimizer: optimizer of the role; None loads only weights.
         folder: folder of the role.
+        frozen: argument of :func:`owned_tensors`.
 
     Raises:
         ValueError: weights or optimizer do not match those of this run.
     """
     stored = StoredRole(folder)
-    weights = owned_tensors(module)
+    weights = owned_tensors(module, frozen)
     stored.check_weights({name: tensor.shape for name, tensor in weights.items()})
     wanted = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
     names = {id(tensor): name for name, tensor in weights.items()}
@@ -91,16 +93,19 @@ def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) ->
                 state["step"] = int(state["step"])
 
 
-def owned_tensors(module: nn.Module) -> dict[str, Tensor]:
+def owned_tensors(module: nn.Module, frozen: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a role's state by their ``state_dict`` names: trained parameters and persistent buffers.
 
     Tied tensors are returned once, under their first name. Weights that LoRA freezes are left out: the role's source
     has them. As a side effect, ``state_dict`` makes FSDP reshard parameters that are still gathered.
+
+    Args:
+        frozen: whether to return parameters that are not trained too.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen and (tensor.requires_grad or not isinstance(tensor, nn.Parameter)):
+        if id(tensor) not in seen and (frozen or tensor.requires_grad or not isinstance(tensor, nn.Parameter)):
             seen.add(id(tensor))
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")

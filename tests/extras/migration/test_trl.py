@@ -48,6 +48,16 @@ def loop(run):
     return run["callbacks"][0]["init_args"]
 
 
+def test_a_reference_that_follows_is_carried_over():
+    *_, run, left = parts(GRPO | {"sync_ref_model": True, "ref_model_sync_steps": 16, "num_iterations": 2})
+    (follows,) = (each for each in run["callbacks"] if each["class_path"].endswith(".FollowingReference"))
+    assert follows["init_args"] == {"every_n_steps": 8, "mix": 0.6}  # two updates of a rollout are one step here
+    assert "ref_model" not in str(left)
+    *_, run, left = parts(GRPO | {"ref_model_sync_steps": 16})
+    assert "FollowingReference" not in str(run)
+    assert "ref_model_sync_steps: 16 (TRL reads it only with sync_ref_model)" in left
+
+
 def test_limits_of_the_sampling_are_carried_over():
     *_, run, left = parts(GRPO | {"top_p": 0.9, "top_k": 20, "min_p": 0.05})
     assert {name: loop(run)[name] for name in ("top_p", "top_k", "min_p")} == {"top_p": 0.9, "top_k": 20, "min_p": 0.05}

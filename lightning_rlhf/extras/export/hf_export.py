@@ -23,10 +23,12 @@ from lightning_rlhf.callbacks.records.val_metrics import shown_names, with_inter
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.tokenizers import end_tokens_of
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.export import hub
 from lightning_rlhf.images import reader
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.paths import names_a_path
+from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints.io import digest
 
 log = logging.getLogger(__name__)
@@ -44,17 +46,26 @@ class HFExport(RunWriter):
         every_n_steps: steps between exports to ``export-<step>/``. 0 exports only at the end.
         adapter: whether to write only the LoRA adapters, which peft and vLLM add to the base model. False merges them
             into the weights.
+        push_to: repository ``owner/name`` on the Hugging Face Hub to which the final export is uploaded as one commit.
+            The run creates it before it trains, with the token of ``HF_TOKEN`` or ``hf auth login``. None: no upload.
+        private: whether a repository that the run creates is private. The model card has the paths of model and data.
     """
 
-    def __init__(self, every_n_steps: int = 0, adapter: bool = False) -> None:
+    def __init__(
+        self, every_n_steps: int = 0, adapter: bool = False, push_to: str | None = None, private: bool = True
+    ) -> None:
         if every_n_steps < 0:
             raise UsageError(f"every_n_steps must be 0 (only at the end) or positive, got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self.adapter = adapter
+        self.push_to = push_to
+        self.private = private
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
-        """Validate the module, and that it has adapters if only they are exported."""
+        """Validate the module, that it has adapters if only they are exported, and that it may be uploaded."""
         check_module(self, pl_module, RoleModule)
+        if (repository := self.push_to) is not None and stage == "fit" and not trainer.fast_dev_run:
+            ranks.on_first_rank(lambda: hub.create(repository, self.private))
         if self.adapter:
             check_adapter(pl_module, pl_module.trained_roles[0], "HFExport(adapter=True)")
 
@@ -81,6 +92,9 @@ class HFExport(RunWriter):
         """Export the final model."""
         if not trainer.fast_dev_run:
             self._write(trainer, pl_module, "export")
+            if self.push_to is not None and trainer.is_global_zero:
+                directory = Path(trainer.default_root_dir) / "export"
+                hub.upload(directory, self.push_to, f"lightning-rlhf: step {trainer.global_step}")
 
     def _write(self, trainer: Trainer, module: RoleModule, name: str) -> None:
         target = Path(trainer.default_root_dir) / name

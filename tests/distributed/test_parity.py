@@ -180,9 +180,10 @@ def test_updates_with_log_probs_of_the_first_forward_pass_equal_those_of_one_pro
 def test_limits_of_the_sampling_give_the_weights_of_one_process(kind, names_tokens, tmp_path):
     limits = {"top_p": 0.8, "top_k": 6, "min_p": 0.02}
     module = {"limits": limits, "names_tokens": names_tokens, "heads": 4, **({"top_k": 4} if kind == "mixture" else {})}
-    strategies = ["rlhf_ddp", "rlhf_fsdp", *(name for name in STRATEGIES if name.endswith("parallel 2"))]
+    divided = [f"rlhf_fsdp, {split} parallel 2" for split in ("tensor", "sequence")]
+    strategies = ["auto", "rlhf_ddp", "rlhf_fsdp", *divided, "rlhf_deepspeed_stage_3"]
     answers, files = [], []
-    for number, strategy in enumerate(["auto", *strategies[:4], "rlhf_deepspeed_stage_3"]):
+    for number, strategy in enumerate(strategies):
         files.append(tmp_path / f"{number}.safetensors")
         how = STRATEGIES.get(strategy, strategy)
         run = {"kind": kind, "strategy": how, "weights": str(files[-1]), "module": module}

@@ -4,7 +4,6 @@ import json
 import os
 
 import pytest
-from tests.extras.health.test_health_checks import CASES, steps
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.health.monitor import CHECKS, HealthMonitor
@@ -12,6 +11,7 @@ from lightning_rlhf.extras.report import command as report
 from lightning_rlhf.extras.report.check_states import _NEEDS, check_states
 from lightning_rlhf.extras.report.page import report_page, run_data, shortened
 from lightning_rlhf.extras.report.run_directory import RunDirectory, read_responses
+from tests.extras.health.test_health_checks import CASES, steps
 from tests.extras.report.test_report_page import RESPONSES, ROWS
 
 

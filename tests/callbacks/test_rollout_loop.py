@@ -267,7 +267,7 @@ def test_another_seed_sends_different_requests(run, monkeypatch):
 def test_request_has_temperature_limit_and_end_token(run):
     (sampling, _, completions), *_ = requests(run, loop={"temperature": 0.5, "max_response_tokens": 3})
     assert (sampling.temperature, sampling.max_tokens, sampling.stop_token_ids) == (0.5, 3, (2,))
-    assert (sampling.top_p, sampling.top_k) == (1.0, 0)
+    assert not sampling.limits
     assert all(len(completion.token_ids) <= 3 for completion in completions)
 
 

@@ -19,9 +19,9 @@ MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
         ),
         (f"{MODEL}.r", 16, "model (PPOModule): unknown option 'r'; here it is lora.rank of model.init_args.actor"),
         (
-            f"{LOOP}.top_p",
+            "top_p",
             0.9,
-            "trainer.callbacks (RolloutLoop): unknown option 'top_p'; here it is not available: the",
+            "unknown option 'top_p'; here it is top_p of RolloutLoop under trainer.callbacks",
         ),
         (f"{LOOP}.num_generations", 8, "trainer.callbacks (RolloutLoop): unknown option 'num_generations'; here it is"),
         ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.optimizer"),

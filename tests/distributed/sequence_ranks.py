@@ -38,7 +38,7 @@ def summed_gradients(loss, model, group):
 def scores_and_gradients(model, layout, group):
     model.sequence_ranks = group
     scores = model(*texts(), packing=layout, temperature=0.7, squares=True)
-    values = torch.stack(list(scores))
+    values = torch.stack(scores[:3])
     weights = torch.linspace(-1, 2, values.numel()).view_as(values)
     return values.detach(), summed_gradients((values * weights).sum(), model, group)
 

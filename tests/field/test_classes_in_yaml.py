@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 import lightning_rlhf
 from lightning_rlhf import objectives
 from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.extras import algorithms
 from lightning_rlhf.extras.commands.run_config import parse_run_config
 from lightning_rlhf.modules.role_module import RoleModule
 
@@ -33,7 +34,9 @@ QUICK = ("DPOModule", "GSPOModule")  # both found the fault: each has a default 
 def owned_classes():
     """Return the classes of this package that can be made without arguments."""
     kinds = set()
-    for module in pkgutil.iter_modules(objectives.__path__, "lightning_rlhf.objectives."):
+    extra = pkgutil.iter_modules(algorithms.__path__, "lightning_rlhf.extras.algorithms.")
+    losses = [module for module in extra if module.name.endswith("_losses")]
+    for module in [*pkgutil.iter_modules(objectives.__path__, "lightning_rlhf.objectives."), *losses]:
         kinds |= {kind for kind in vars(import_module(module.name)).values() if inspect.isclass(kind)}
     return sorted((kind for kind in kinds if is_made_without_arguments(kind)), key=lambda kind: kind.__qualname__)
 

@@ -59,7 +59,7 @@ def sft(source, lr=0.1, **options):
 def gradients(module, batch, packed):
     """Return log-probabilities of the marked tokens, and the gradient of a weighted sum of them."""
     module.layout.packed = packed
-    (logprobs, _, _), mask = text_scores(module, "actor", batch)
+    (logprobs, *_), mask = text_scores(module, "actor", batch)
     weights = torch.linspace(-1, 2, mask.numel()).view_as(mask)
     wanted = [p for p in module.actor.parameters() if p.requires_grad]
     return logprobs, torch.autograd.grad((logprobs * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
@@ -96,7 +96,7 @@ def test_texts_of_a_row_equal_texts_on_their_own(name, packed):
     module.layout.packed = packed
     results = []
     for batch, rows in ((sequences(several), torch.arange(2)), (sequences(alone), row_of)):
-        (logprobs, _, _), _ = text_scores(module, "actor", batch)
+        (logprobs, *_), _ = text_scores(module, "actor", batch)
         totals = torch.zeros(2, dtype=logprobs.dtype).index_add(0, rows, logprobs.sum(dim=1))
         wanted = [p for p in module.actor.parameters() if p.requires_grad]
         gradient = torch.autograd.grad((totals * torch.tensor([1.0, -2.0])).sum(), wanted, materialize_grads=True)
@@ -242,7 +242,7 @@ def test_log_probs_of_a_text_are_independent_of_other_lengths(packing):
     assert sorted(len(rows) for rows, _ in micro_batches) == [3, 3]
     with torch.no_grad():
         for rows, _ in micro_batches:
-            (together, _, _), mask = text_scores(module, "actor", batch[rows])
+            (together, *_), mask = text_scores(module, "actor", batch[rows])
             for row, number in enumerate(rows.tolist()):
-                (alone, _, _), instance = text_scores(module, "actor", batch[[number]])
+                (alone, *_), instance = text_scores(module, "actor", batch[[number]])
                 assert_close(together[row][mask[row]], alone[0][instance[0]], atol=1e-5)

@@ -80,11 +80,11 @@ def test_validation_reads_only_the_weights_of_its_roles(saved):
 
 def test_run_that_trains_other_roles_gets_an_error_with_the_saved_ones(saved, tmp_path):
     _, path = saved
-    with pytest.raises(ValueError, match=r"half\.ckpt contains actor, critic, but this run trains actor: use"):
+    with pytest.raises(ValueError, match=r"half\.ckpt contains actor, critic, but this run changes actor: use"):
         fit(ppo(GRPOModule), batches(1), ckpt=path, **MORE)
     trainer = fit(ppo(GRPOModule), batches(1), max_steps=1, **MORE)
     trainer.save_checkpoint(tmp_path / "actor.ckpt")
-    message = r"actor\.ckpt contains actor, but this run trains actor, critic: use the module and configuration"
+    message = r"actor\.ckpt contains actor, but this run changes actor, critic: use the module and configuration"
     with pytest.raises(ValueError, match=message):
         fit(ppo(), batches(1), ckpt=tmp_path / "actor.ckpt", **MORE)
     with pytest.raises(ValueError, match=message):

@@ -12,6 +12,7 @@ from tests.distributed.launch import ROOT, run_ranks
 
 _FUNCTION = "tests.distributed.tasks:start_deepspeed"
 _BUILD = pytest.StashKey()
+_BUILT = pytest.StashKey()
 
 
 def pytest_collection_finish(session):
@@ -20,7 +21,7 @@ def pytest_collection_finish(session):
     needed = any(item.nodeid.startswith("tests/distributed/") for item in session.items)
     if first_worker and needed and find_spec("deepspeed") and not session.config.option.collectonly:
         _remove_stale_locks()
-        command = f"from tests.distributed.launch import run_ranks; run_ranks({_FUNCTION!r}, 1)"
+        command = f"from tests.distributed.launch import run_ranks; run_ranks({_FUNCTION!r}, 1, seconds=1500)"
         session.config.stash[_BUILD] = subprocess.Popen(
             [sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -41,8 +42,24 @@ def pytest_unconfigure(config):
         build.wait()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _deepspeed_is_built():
-    """Wait for the build or start it; the time does not count towards a test."""
-    if find_spec("deepspeed"):
-        run_ranks(_FUNCTION, 1)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Wait for the build before the first test, outside of its time limit: a busy machine compiles for minutes."""
+    if find_spec("deepspeed") and _BUILT not in item.config.stash:
+        item.config.stash[_BUILT] = _build()
+    return (yield)
+
+
+def _build():
+    """Return why DeepSpeed cannot start, or None."""
+    try:
+        run_ranks(_FUNCTION, 1, seconds=1500)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _deepspeed_is_built(pytestconfig):
+    if reason := pytestconfig.stash.get(_BUILT, None):
+        pytest.fail(reason)

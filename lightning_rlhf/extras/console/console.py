@@ -23,7 +23,6 @@ from lightning_rlhf.callbacks.loop.checks import check_module
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
 from lightning_rlhf.callbacks.records.run_files import read_metrics
 from lightning_rlhf.callbacks.records.run_reader import RunPrinter, RunReader
-from lightning_rlhf.callbacks.records.val_metrics import shown_names, with_interval
 from lightning_rlhf.compat import optimizer_at
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import counted
@@ -34,6 +33,7 @@ from lightning_rlhf.extras.console.held_out import (
     whether_to_continue,
 )
 from lightning_rlhf.extras.records.metrics_csv import MetricsCSV
+from lightning_rlhf.extras.records.val_metrics import shown_names, with_interval
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from lightning_rlhf.callbacks.records.val_metrics import CHANGE, shown_names, with_interval
+from lightning_rlhf.extras.records.val_metrics import CHANGE, shown_names, with_interval
 
 _FEW = 0.05  # mean reward in [0, 1] with which most groups have no reward
 _NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn

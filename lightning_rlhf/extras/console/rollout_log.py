@@ -20,7 +20,6 @@ from lightning_rlhf.callbacks.loop.checks import check_module, last_step_of
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
 from lightning_rlhf.callbacks.loop.rollout_rows import end_of, segments_of
 from lightning_rlhf.callbacks.records.run_files import ROLLOUT_FILE
-from lightning_rlhf.callbacks.records.values import finite
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import for_terminal
 from lightning_rlhf.extras.console.rollout_images import Thumbnails, text_of_images, with_images
@@ -32,6 +31,7 @@ from lightning_rlhf.extras.console.row_values import (
     token_values,
     value_counts,
 )
+from lightning_rlhf.extras.records.values import finite
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.ranges import check_at_least

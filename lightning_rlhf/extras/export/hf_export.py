@@ -19,11 +19,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.callbacks.loop.checks import check_module
 from lightning_rlhf.callbacks.records.run_reader import RunWriter
-from lightning_rlhf.callbacks.records.val_metrics import shown_names, with_interval
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.tokenizers import end_tokens_of
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.export import hub
+from lightning_rlhf.extras.records.val_metrics import shown_names, with_interval
 from lightning_rlhf.images import reader
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule

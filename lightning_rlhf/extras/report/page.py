@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from lightning_rlhf.callbacks.records.run_files import THUMBNAIL
 from lightning_rlhf.callbacks.records.run_history import VALIDATION_MARK, Row, is_validation
-from lightning_rlhf.callbacks.records.values import as_json, number, rounded
+from lightning_rlhf.extras.records.values import as_json, number, rounded
 from lightning_rlhf.extras.report.definitions import definitions
 from lightning_rlhf.extras.report.run_directory import RunDirectory, read_responses
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import yaml
 
 from lightning_rlhf.callbacks.records.run_files import HEALTH_SETTINGS, ROLLOUT_FILE, RUN_END, THUMBNAIL, read_metrics
-from lightning_rlhf.callbacks.records.values import as_json, parsed
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.health.monitor import Finding, HealthMonitor
+from lightning_rlhf.extras.records.values import as_json, parsed
 from lightning_rlhf.extras.report.check_states import check_states
 
 log = logging.getLogger(__name__)

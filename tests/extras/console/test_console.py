@@ -12,7 +12,6 @@ from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
 from lightning_rlhf.callbacks import Console, MetricsCSV
-from lightning_rlhf.callbacks.records.val_metrics import number, shown_names, with_interval
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.extras.console import console
 from lightning_rlhf.extras.console.console import _count, remaining_time, reward_model_accuracy
@@ -22,6 +21,7 @@ from lightning_rlhf.extras.console.held_out import (
     unchanged_kinds,
     whether_to_continue,
 )
+from lightning_rlhf.extras.records.val_metrics import number, shown_names, with_interval
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS, exact
 from tests.stand_ins import TinyModel, quiet_trainer, responses, rollout_of

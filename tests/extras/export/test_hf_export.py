@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf.callbacks import HFExport
-from lightning_rlhf.callbacks.records.val_metrics import with_interval
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.extras.records.val_metrics import with_interval
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from tests.callbacks.conftest import ROWS
 from tests.stand_ins import TinyModel

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.callbacks.records.run_files import RUN_END
-from lightning_rlhf.callbacks.records.values import rounded
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.records.values import rounded
 from lightning_rlhf.extras.report.definitions import definitions
 from lightning_rlhf.extras.report.page import html_page, setting_texts, split_rows
 from lightning_rlhf.extras.report.run_directory import RunDirectory, end_state

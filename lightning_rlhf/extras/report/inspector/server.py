@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_rlhf.callbacks.records.run_files import THUMBNAIL
-from lightning_rlhf.callbacks.records.values import as_json
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.records.values import as_json
 from lightning_rlhf.extras.report.inspector.project import find_runs, project_data, project_page
 from lightning_rlhf.extras.report.page import page_data, report_page
 from lightning_rlhf.extras.report.run_directory import RunDirectory

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.references.following import FollowingReference as FollowingReference
     from lightning_rlhf.extras.report.page_callback import ReportPage as ReportPage
     from lightning_rlhf.extras.report.summary import Report as Report
+    from lightning_rlhf.extras.router_replay.replay import RouterReplay as RouterReplay
     from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
 
 _HOME = {
@@ -42,6 +43,7 @@ _HOME = {
     "ReportPage": "lightning_rlhf.extras.report.page_callback",
     "RolloutLog": "lightning_rlhf.extras.console.rollout_log",
     "RolloutLoop": "lightning_rlhf.callbacks.loop.rollout_loop",
+    "RouterReplay": "lightning_rlhf.extras.router_replay.replay",
     "RunCheckpoint": "lightning_rlhf.callbacks.survival.checkpoint",
     "RunState": "lightning_rlhf.callbacks.survival.run_state",
     "StepProgressBar": "lightning_rlhf.extras.console.console",

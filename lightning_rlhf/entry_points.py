@@ -12,6 +12,7 @@ The core names no extra. It asks here, by the name of what it needs:
 ``remote_checkpoints`` module that copies checkpoints to URLs, as :mod:`lightning_rlhf.extras.remote_checkpoints.copies`
 ``renderers``          class of the bridge ``renderers`` of an environment
 ``reward_warnings``    function of the reward functions and the data that returns warnings before a run
+``router_replay``      module that records experts, as :mod:`lightning_rlhf.extras.router_replay.routers`
 ``run_lock``           module that locks the directory of a run, as :mod:`lightning_rlhf.extras.run_lock.lock`
 ``teacher_prompts``    module for ``teacher_prompt``, as :mod:`lightning_rlhf.extras.algorithms.teacher_prompts`
 ====================== =================================================================================================

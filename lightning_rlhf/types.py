@@ -195,6 +195,41 @@ class AllowedTokens(TensorBatch):
 
 
 @dataclass(frozen=True)
+class RoutedExperts(TensorBatch):
+    """The experts that routers of an engine chose at each token of B prompts with responses.
+
+    Args:
+        numbers: (B, S * L * K * 2) uint8, 1 + expert as int16 for S tokens, L layers and K choices; 0 where it is
+            unknown. Bytes, because NCCL and gloo do not transfer int16.
+        layers: L.
+        choices: K.
+    """
+
+    numbers: Tensor
+    layers: int
+    choices: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor | None]) -> RoutedExperts | None:
+        """Return the experts of several completions, see :class:`Completion`; None if none of them has any."""
+        known = [row for row in rows if row is not None]
+        if not known:
+            return None
+        tokens, layers, choices = max(len(row) for row in known), *known[0].shape[1:]
+        numbers = torch.zeros(len(rows), tokens, layers, choices, dtype=torch.int16)
+        for of_row, row in zip(numbers, rows, strict=True):
+            if row is not None:
+                of_row[: len(row)] = row + 1
+        return cls(numbers.flatten(1).view(torch.uint8), layers, choices)
+
+    def at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return the (N, L, K) int16 experts at (N,) positions in rows, -1 where they are unknown."""
+        numbers = self.numbers.view(torch.int16).unflatten(1, (-1, self.layers, self.choices))
+        is_known = (positions < numbers.shape[1]).view(-1, 1, 1)
+        return torch.where(is_known, numbers[rows, positions.clamp(max=numbers.shape[1] - 1)], 0) - 1
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sets how responses are sampled.
 
@@ -277,6 +312,8 @@ class Completion:
         conversation: record of a conversation with an environment; None without one.
         allowed: (T,) tokens that limits left to sample from; None if there were no limits, or the engine does not
             return them.
+        experts: (N, L, K) int16, the K experts that each of L layers chose at the N first tokens of prompt and
+            response, -1 where they are unknown; None if the engine does not return them. The last token has none.
     """
 
     token_ids: list[int]
@@ -287,6 +324,7 @@ class Completion:
     sampled: tuple[bool, ...] | None = None
     conversation: ConversationRecord | None = None
     allowed: AllowedTokens | None = None
+    experts: Tensor | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.token_ids or len(self.token_ids) != len(self.logprobs):
@@ -321,7 +359,8 @@ class Completion:
         ids, logprobs = self.token_ids[:max_tokens], self.logprobs[:max_tokens]
         later = tuple((start, version) for start, version in self.later_versions if start < max_tokens)
         allowed = None if self.allowed is None else self.allowed[range(max_tokens)]
-        return Completion(ids, logprobs, "length", self.policy_version, later, allowed=allowed)
+        experts = None if self.experts is None else self.experts[: max_tokens - len(self.token_ids)]
+        return Completion(ids, logprobs, "length", self.policy_version, later, allowed=allowed, experts=experts)
 
 
 @dataclass(frozen=True)
@@ -517,6 +556,7 @@ class Rollout(TensorBatch):
             the response out, even if a reward model scores it. None before the rewards are known.
         allowed: (B, T) tokens that the limits allowed. None without limits, and until the module finds them because the
             engine does not return them.
+        experts: experts that the engine's routers chose. None unless it returns them.
     """
 
     prompt_ids: Tensor
@@ -541,6 +581,7 @@ class Rollout(TensorBatch):
     is_given: Tensor | None = None
     skipped: Tensor | None = None
     allowed: AllowedTokens | None = None
+    experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
@@ -555,7 +596,8 @@ class Rollout(TensorBatch):
             for name, value in vars(self.conversation).items():
                 if value is not None:
                     expect_shape(f"Rollout.conversation.{name}", value, tokens)
-        for name, part in (("teacher", self.teacher), ("images", self.images), ("allowed", self.allowed)):
+        for name in ("teacher", "images", "allowed", "experts"):
+            part = getattr(self, name)
             if part is not None and len(part) != rows:
                 raise ValueError(f"Rollout.{name} has {len(part)} rows, expected {rows}")
 
@@ -580,7 +622,10 @@ class Rollout(TensorBatch):
         """Return the responses with the prompts of the teacher."""
         if self.teacher is None:
             return self
-        return dataclasses.replace(self, prompt_ids=self.teacher.ids, prompt_lengths=self.teacher.lengths, teacher=None)
+        prompts = self.teacher
+        return dataclasses.replace(
+            self, prompt_ids=prompts.ids, prompt_lengths=prompts.lengths, teacher=None, experts=None
+        )
 
     @property
     def text_starts(self) -> Tensor | None:

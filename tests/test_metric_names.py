@@ -23,7 +23,7 @@ from lightning_rlhf import (
     SFTModule,
     UnpairedDataModule,
 )
-from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyCheck, RolloutLoop, Throughput
+from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyCheck, RolloutLoop, RouterReplay, Throughput
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
@@ -41,8 +41,10 @@ from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
 from lightning_rlhf.rewards.function import _RESERVED_LABELS, RewardFunction, check_rewards
 from lightning_rlhf.rollout.engine import EngineTraits
 from lightning_rlhf.rollout.given_responses import GivenResponses
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import SequenceBatch
 from tests.environments import worlds
+from tests.extras.router_replay.test_replay import Mixture
 from tests.helpers import concrete_objectives
 from tests.metric_definitions import WRITTEN, content, table
 from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
@@ -97,6 +99,13 @@ def dynamic_sampling(directory):
     )  # fmt: skip
     data = PromptDataModule(InMemory(PROMPTS), LETTERS, batch_size=4, max_tokens=4)
     return run(directory, RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4), data, [loop])
+
+
+def mixture_of_experts(directory):
+    loop = RolloutLoop([RewardFunction(right)], TransformersEngine(), group_size=2, max_response_tokens=4, top_k=6)
+    data = PromptDataModule(InMemory(PROMPTS), LETTERS, batch_size=4, max_tokens=4)
+    module = RLHFModule(Mixture(), advantages=GRPO(), minibatch_size=4)
+    return run(directory, module, data, [loop, RouterReplay(0.1)])
 
 
 class RestartedEngine(ScriptedEngine):
@@ -199,8 +208,8 @@ def rollout():
 
 
 RUNS = (
-    a_whole_ppo_run, dynamic_sampling, rollouts_ahead, conversations, distillation, mixture, adapted_entropy,
-    policy_losses, corrections, supervised, preferences,
+    a_whole_ppo_run, dynamic_sampling, rollouts_ahead, conversations, distillation, mixture, mixture_of_experts,
+    adapted_entropy, policy_losses, corrections, supervised, preferences,
 )  # fmt: skip
 
 
@@ -220,6 +229,7 @@ PLACEHOLDERS = {
     "<role>": "[a-z_]+",
     "<source>": "(one|two)",
     "<k>": "[0-9]+",
+    "<n>": "[0-9]+",
     "<option>": "(token|sequence_sum|sequence_mean|sequence_max)_k[123]",
     "<metric>": "found",
     "<key>": "(?!not_applicable$|errors$|timeouts$)[^/]+",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_rlhf.types import AllowedTokens, Rollout, SequenceBatch, TensorBatch
+from lightning_rlhf.types import AllowedTokens, Rollout, RoutedExperts, SequenceBatch, TensorBatch
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,13 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     """
     width = max(rollout.response_ids.shape[1] for rollout in rollouts)
     allowed = [rollout.allowed for rollout in rollouts]
-    joined: Rollout = _joined([dataclasses.replace(rollout, allowed=None) for rollout in rollouts])
+    routed = next((rollout.experts for rollout in rollouts if rollout.experts is not None), None)
+    joined: Rollout = _joined(
+        [
+            dataclasses.replace(rollout, allowed=None, experts=rollout.experts or _unknown(routed, len(rollout)))
+            for rollout in rollouts
+        ]
+    )
     first = torch.tensor([0, *(int(rollout.group.max()) + 1 for rollout in rollouts[:-1])]).cumsum(0)
     group = torch.cat([rollout.group + start for rollout, start in zip(rollouts, first, strict=True)])
     known = [each for each in allowed if each is not None]
@@ -93,6 +99,11 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
         wide = [each.map(lambda values: functional.pad(values, (0, width - values.shape[1]))) for each in known]
         joined = dataclasses.replace(joined, allowed=AllowedTokens.join(wide))
     return dataclasses.replace(joined, group=group)
+
+
+def _unknown(experts: RoutedExperts | None, rows: int) -> RoutedExperts | None:
+    """Return unknown experts of some rows, in the layers of others."""
+    return experts and dataclasses.replace(experts, numbers=torch.zeros_like(experts.numbers[:1]).repeat(rows, 1))
 
 
 def _joined(values: Sequence[Any]) -> Any:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.types import AllowedTokens, Completion, TokenPrompt
@@ -69,6 +73,7 @@ class Conversation:
         self.logprobs: list[float] = []
         self.sampled: list[bool] = []
         self._allowed: list[AllowedTokens] = []  # of all parts, if the engine returns those of turns
+        self._experts: Tensor | None = None  # of the prompt and all turns, which the request of the last turn contained
         self.turn_ends: list[int] = []  # tokens from the end of the prompt to the end of each turn
         self.stop: StopReason | None = None
         self._versions: list[int] = []
@@ -125,6 +130,7 @@ class Conversation:
         self.logprobs += completion.logprobs
         self.sampled += [True] * len(completion.token_ids)
         self._allowed += [] if completion.allowed is None else [completion.allowed]
+        self._experts = completion.experts
         self._versions += completion.token_versions
         self._unexpanded += completion.token_ids
         self._shown = len(self._written_images)
@@ -172,6 +178,9 @@ class Conversation:
         self.logprobs += [0.0] * before + branch.logprobs[:end]
         self.sampled += [False] * before + branch.sampled[:end]
         self._allowed += [AllowedTokens.every(before), *filter(None, [branch.allowed])]
+        if self._experts is not None and branch._experts is not None:
+            gap = len(self.prompt) + start - len(self._experts)
+            self._experts = torch.cat([functional.pad(self._experts, (0, 0, 0, 0, 0, gap), value=-1), branch._experts])
         self._versions += branch._versions[:1] * before + branch._versions[:end]
         self.turn_ends += [start + before + turn_end for turn_end in branch.turn_ends]
         return start
@@ -203,6 +212,7 @@ class Conversation:
             later_versions=tuple(later),
             sampled=tuple(self.sampled[:end]),
             allowed=self.allowed,
+            experts=self._experts,
         )
 
     def _expect_running(self) -> None:

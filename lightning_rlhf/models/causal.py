@@ -23,7 +23,7 @@ from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
 from lightning_rlhf.models.packed_attention import has_packed_attention, keep_masks
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of, part_of_row
-from lightning_rlhf.types import AllowedTokens, SamplingLimits
+from lightning_rlhf.types import AllowedTokens, RoutedExperts, SamplingLimits
 
 
 class CausalLM(nn.Module):
@@ -69,6 +69,7 @@ class CausalLM(nn.Module):
         of_targets: Callable[[Targets], Any] | None = None,
         images: TextImages | None = None,
         limits: AllowedTokens | LimitedTokens | None = None,
+        experts: RoutedExperts | None = None,
     ) -> Any:
         """Compute the log-probability of each target token and the entropy of its distribution.
 
@@ -88,6 +89,7 @@ class CausalLM(nn.Module):
             images: images of the texts; None for texts without images.
             limits: the (B, T) tokens over which the scores are computed, or how to find them; None: all tokens. Not for
                 ``of_targets``.
+            experts: experts of the B texts that the routers are to choose; None leaves the choice to them.
 
         Returns:
             :class:`TokenScores` of shape (B, T), 0 where the mask is False, or the result of ``of_targets``.
@@ -101,7 +103,7 @@ class CausalLM(nn.Module):
         ranks = self.sequence_ranks
         packing = layout_of(input_ids, packing, ranks)
         with nullcontext() if adapters else adapters_disabled(self.lm):
-            hidden = hidden_states(self.lm, input_ids, packing, images=images, cache=self.image_features, ranks=ranks)
+            hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features, ranks, experts)
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
         in_row = flat_index(input_ids, index, packing).flatten()[scored]
         if ranks is not None:
@@ -239,6 +241,7 @@ def hidden_states(
     images: TextImages | None = None,
     cache: FeatureCache | None = None,
     ranks: SequenceRanks | None = None,
+    experts: RoutedExperts | None = None,
 ) -> Tensor:
     """Return the (N, H) last hidden states of padded or packed texts, or of this process's part of the packed row.
 
@@ -249,6 +252,7 @@ def hidden_states(
         images: images of the texts; None for texts without images.
         cache: features of images in earlier passes; None encodes all images.
         ranks: processes that divide the tokens of a packed row without images; None for a whole row.
+        experts: argument of :meth:`CausalLM.forward`. Layers get those of their input as ``routed_experts``.
     """
     arguments: dict[str, Any]
     if ranks is not None:
@@ -266,6 +270,11 @@ def hidden_states(
         rows, arguments = input_ids, {}
     if images is not None:
         arguments |= images.arguments(lm, input_ids, packing, cache)
+    if experts is not None:
+        places = torch.arange(rows.numel(), device=rows.device) if packing is None else packing.tokens
+        places = places if ranks is None else ranks.part(places.unsqueeze(0)).squeeze(0)
+        width = input_ids.shape[1]
+        arguments["routed_experts"] = experts.at(places // width, places % width)
     states: Tensor = backbone_of(lm)(input_ids=rows, use_cache=False, **arguments).last_hidden_state
     return states.flatten(0, 1)
 

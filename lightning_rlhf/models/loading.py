@@ -444,7 +444,7 @@ def _check_spelling(values: dict[str, Any], model_type: str) -> None:
 
 def _warn_of_router_logits(config: PretrainedConfig, name: str) -> None:
     if getattr(config.get_text_config(), "output_router_logits", False):
-        _warn_once(f"output_router_logits in {name} has no effect: the loss has no auxiliary term for routers")
+        _warn_once(f"output_router_logits in {name} has no effect: use the callback RouterReplay with balance_coef")
 
 
 @functools.cache  # a configuration is read for every role and engine

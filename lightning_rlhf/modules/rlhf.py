@@ -168,6 +168,7 @@ class RLHFModule(RoleModule):
         self.minibatch_size = minibatch_size or 0  # expect_responses sets the number of all
         self.keep_groups = keep_groups
         self.target_kl = target_kl
+        self.added_losses: list[SummedLoss] = []  # of callbacks; (B, T) losses of the tokens of some rows
         self._received: StepRollout | None = None
         self._check_arguments()
 
@@ -370,7 +371,10 @@ class RLHFModule(RoleModule):
 
     def policy_objective(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
         """Compute the loss of :meth:`actor_loss` from scores that :meth:`update_scores` returned."""
-        return self.aggregated(self.policy_losses(rows, scores, means), rows)
+        losses = self.policy_losses(rows, scores, means)
+        for added in self.added_losses:
+            losses = losses + added(rows, means)
+        return self.aggregated(losses, rows)
 
     def policy_losses(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
         """Return the sum of policy loss, entropy bonus and KL loss of each token, (B, T)."""
@@ -674,6 +678,7 @@ class RLHFModule(RoleModule):
             packing=packing,
             images=self.layout.images_of(rollout),
             limits=limits,
+            experts=rollout.experts if role == "actor" else None,
             **options,
         )
 

@@ -293,6 +293,7 @@ def _packed(request: StepRequests) -> dict[str, Any]:
             None if each.allowed is None else (each.allowed.counts, each.allowed.listed()[1].int())
             for each in completions
         ],
+        "experts": [each.experts for each in completions],
     }
 
 
@@ -333,6 +334,7 @@ def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]
             sampled=sampled[i],
             conversation=records[i],
             allowed=allowed[i],
+            experts=(state.get("experts") or [None] * len(ids))[i],
         )
         for i in range(len(ids))
     ]

@@ -26,6 +26,7 @@ from lightning_rlhf.types import (
     PromptBatch,
     Rollout,
     RolloutImages,
+    RoutedExperts,
     SamplingLimits,
 )
 
@@ -56,9 +57,8 @@ def assemble(
     samples = len(completions) // len(prompts)
     records = [completion.conversation for completion in completions]
     rows = [prompt for prompt in prompts for _ in range(samples)]
-    prompt_ids, prompt_lengths = pad_right(
-        [row.token_ids if record is None else record.prompt_ids for row, record in zip(rows, records, strict=True)]
-    )
+    begun = [row.token_ids if record is None else record.prompt_ids for row, record in zip(rows, records, strict=True)]
+    prompt_ids, prompt_lengths = pad_right(begun)
     response_ids, response_lengths = pad_right([completion.token_ids for completion in completions])
     real = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
     mask = real.clone()
@@ -87,6 +87,7 @@ def assemble(
         temperature=temperature,
         limits=limits,
         allowed=_allowed(completions, real) if limits else None,
+        experts=_experts(completions, begun, samples),
         source=torch.tensor(sources) if sources else None,
         conversation=_conversation(completions, environment, response_ids.shape[1]),
         images=_images(rows, records),
@@ -100,6 +101,16 @@ def _allowed(completions: Sequence[Completion], real: Tensor) -> AllowedTokens |
         return None
     flat = AllowedTokens.join(parts)
     return flat.map(lambda values: values.new_zeros(real.shape).masked_scatter(real, values))
+
+
+def _experts(completions: Sequence[Completion], prompts: Sequence[Sequence[int]], samples: int) -> RoutedExperts | None:
+    """Return the experts of all rows; prompts have those of their first response, as a pass may read them only once."""
+    experts = [completion.experts for completion in completions]
+    for number, (row, prompt) in enumerate(zip(experts, prompts, strict=True)):
+        of_first = experts[number - number % samples]
+        if row is not None and of_first is not None and prompts[number - number % samples] == prompt:
+            experts[number] = torch.cat([of_first[: len(prompt)], row[len(prompt) :]])
+    return RoutedExperts.of(experts)
 
 
 def _images(rows: Sequence[Prompt], records: Sequence[ConversationRecord | None]) -> RolloutImages | None:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.images import ImageProcessor
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.ranks import RankGroup
@@ -160,6 +161,16 @@ class RolloutEngine(ABC):
         Raises:
             ValueError: the engine does not support them.
         """
+
+    def return_experts(self) -> None:
+        """Let completions contain the experts that a mixture of experts chose. Called before the engine starts.
+
+        Raises:
+            ValueError: the engine cannot.
+        """
+        raise UsageError(
+            f"{type(self).__name__} does not return the experts that it chose: use VLLMEngine or TransformersEngine"
+        )
 
     @abstractmethod
     def start(self, setup: EngineSetup) -> None:

@@ -69,6 +69,10 @@ class SharedEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         self._engine.check(sampling)
 
+    @override
+    def return_experts(self) -> None:
+        self._engine.return_experts()
+
     def start(self, setup: EngineSetup) -> None:
         """Start the engine on the first rank. Called by all ranks of the run.
 

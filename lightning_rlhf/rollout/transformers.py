@@ -19,6 +19,7 @@ from transformers import (
 )
 from typing_extensions import override
 
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.allowed_tokens import allowed_tokens
 from lightning_rlhf.functional.logprobs import Float32Logits
@@ -49,6 +50,12 @@ class TransformersEngine(RolloutEngine):
         self._model: PreTrainedModel | None = None
         self._processor: ImageProcessor | None = None
         self._version = -1
+        self._returns_experts = False
+        self._recorder: Any = None
+
+    @override
+    def return_experts(self) -> None:
+        self._returns_experts = True
 
     def start(self, setup: EngineSetup) -> None:
         """Build the model; the first push sets its weights."""
@@ -63,6 +70,8 @@ class TransformersEngine(RolloutEngine):
             head.__class__ = Float32Logits
         model.generation_config = GenerationConfig()  # otherwise generate() uses the model's own sampling options
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
+        if self._returns_experts:
+            self._recorder = the_offered("router_replay").ExpertRecorder(self._model)
 
     @override
     def wait(self) -> str:
@@ -111,6 +120,8 @@ class TransformersEngine(RolloutEngine):
         )
         sampler = SeededSampler(sampling, seeds)
         pictures = self._images(prompts)
+        if self._recorder is not None:
+            self._recorder.begin()
         output = model.generate(
             ids,
             attention_mask=attention_mask,
@@ -128,7 +139,14 @@ class TransformersEngine(RolloutEngine):
         if sampler.allowed:
             steps = AllowedTokens.join([step.map(partial(torch.unsqueeze, dim=0)) for step in sampler.allowed])
             allowed = [steps.map(partial(torch.select, dim=1, index=row)) for row in range(len(output))]
-        return [self._completion(*row, sampling) for row in zip(output, logprobs, allowed, strict=True)]
+        completions = [self._completion(*row, sampling) for row in zip(output, logprobs, allowed, strict=True)]
+        if self._recorder is None:
+            return completions
+        experts = self._recorder.of_rows(list(map(len, prompts)))
+        lengths = [len(prompt) + len(each.token_ids) - 1 for prompt, each in zip(prompts, completions, strict=True)]
+        return [
+            replace(each, experts=row[:length]) for each, row, length in zip(completions, experts, lengths, strict=True)
+        ]
 
     def _images(self, prompts: Sequence[TokenPrompt]) -> TextImages | None:
         """Return the images of prompts, each distinct one once; None without images."""

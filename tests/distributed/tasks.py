@@ -44,6 +44,7 @@ from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.extras.algorithms.mixture import RewardObjective, SupervisedObjective, TeacherObjective
 from lightning_rlhf.extras.references.following import FollowingReference
+from lightning_rlhf.extras.router_replay.replay import RouterReplay
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
@@ -70,13 +71,23 @@ class SeededEngine(RolloutEngine):
     Args:
         tokens: first token that is sampled, and the one after the last.
         names_tokens: whether completions have allowed tokens, which are random too.
+        routing: numbers of experts, layers and choices of a mixture of experts, whose experts are random too.
     """
 
     traits = EngineTraits(ranks=4, reads_images=True)  # or fewer: what several ask, all of them get
 
-    def __init__(self, tokens: tuple[int, int] = (3, 11), names_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: tuple[int, int] = (3, 11),
+        names_tokens: bool = False,
+        routing: tuple[int, int, int] | None = None,
+    ) -> None:
         self.tokens = tokens
         self.names_tokens = names_tokens
+        self.routing = routing
+
+    def return_experts(self) -> None:
+        assert self.routing
 
     def start(self, setup: EngineSetup) -> None:
         self.version = -1
@@ -92,9 +103,9 @@ class SeededEngine(RolloutEngine):
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        return finished(self._drawn(item, seed) for item, seed in zip(sampling, seeds, strict=True))
+        return finished(map(self._drawn, prompts, sampling, seeds))
 
-    def _drawn(self, sampling: SamplingParams, seed: int) -> Completion:
+    def _drawn(self, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
         draw = torch.Generator().manual_seed(seed)
         length = int(torch.randint(1, sampling.max_tokens + 1, (), generator=draw))
         tokens = torch.randint(*self.tokens, (length,), generator=draw).tolist()
@@ -104,7 +115,13 @@ class SeededEngine(RolloutEngine):
             listed = torch.rand(length, self.tokens[1], generator=draw) < 0.5
             listed[range(length), tokens] = True
             allowed = AllowedTokens.of(listed.sum(dim=1), listed.nonzero()[:, 1])
-        return Completion(tokens, logprobs, "stop" if length % 2 else "length", self.version, allowed=allowed)
+        experts = None
+        if self.routing:
+            count, layers, choices = self.routing
+            order = torch.rand(len(prompt) + length - 1, layers, count, generator=draw).argsort(dim=2)
+            experts = order[..., :choices].short()
+        reason = "stop" if length % 2 else "length"
+        return Completion(tokens, logprobs, reason, self.version, allowed=allowed, experts=experts)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         return None
@@ -159,16 +176,17 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto``, ``online_dpo`` or ``distillation``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
-            environment, ``limits`` of the sampling, whether the engine ``names_tokens``, arguments with which the
-            reference ``follows`` the actor, further fields of the ``architecture``, directory of a ``checkpoint`` for
-            all models or one for each seed, ``quantization`` of its weights, ``images`` in the rows (then the
-            checkpoint has a processor) and ``train_vision``, further arguments of the module.
+            environment, ``limits`` of the sampling, whether the engine ``names_tokens``, its ``routing``, arguments
+            with which the reference ``follows`` the actor, further fields of the ``architecture``, directory of a
+            ``checkpoint`` for all models or one for each seed, ``quantization`` of its weights, ``images`` in the rows
+            (then the checkpoint has a processor) and ``train_vision``, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
     turns, limits = options.pop("turns", None), options.pop("limits", {})
-    names_tokens = options.pop("names_tokens", False)
-    followers = [FollowingReference(*follows)] if (follows := options.pop("follows", None)) else []
+    names_tokens, routing = options.pop("names_tokens", False), options.pop("routing", None)
+    further: list[Callback] = [FollowingReference(*follows)] if (follows := options.pop("follows", None)) else []
+    further += [RouterReplay()] if routing else []
     if updates := options.pop("updates", None):
         options |= {"update_epochs": 1, "minibatch_size": 2 * rows // updates, "kl_reward": KLTerm()}
     if max_staleness:
@@ -224,7 +242,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         ref = None if adapters else model(2)  # with adapters, the actor without them
         loop = RolloutLoop(
             [RewardFunction(reward)],
-            SeededEngine((71, 79) if images else (3, 11), names_tokens),
+            SeededEngine((71, 79) if images else (3, 11), names_tokens, routing),
             group_size=2,
             max_response_tokens=(30 if images else 6) * (turns or 1),
             environment=turns and environment_of(turns, images),
@@ -263,7 +281,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             "kl_loss": KLTerm(0.05, "k3"),
         } | inputs
         module = PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **inputs)
-        return module, data, [loop, *followers]
+        return module, data, [loop, *further]
     if kind == "sft":
         items = [{"prompt": word, "completion": word[::-1] + "a"} for word in WORDS]
         items = with_pictures(items) if images else items

@@ -195,6 +195,31 @@ def test_limits_of_the_sampling_give_the_weights_of_one_process(kind, names_toke
         assert max(largest_differences(file, files[0]).values()) <= WEIGHTS
 
 
+MOE = {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "norm_topk_prob": True, "num_key_value_heads": 4, "num_attention_heads": 4,
+    "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_experts_of_the_engine_give_the_weights_of_one_process(tmp_path):
+    answers, files = [], []
+    for strategy in ("auto", "rlhf_ddp", "rlhf_fsdp", "rlhf_fsdp, sequence parallel 2", "rlhf_deepspeed_stage_3"):
+        files.append(tmp_path / f"{len(files)}.safetensors")
+        how = STRATEGIES.get(strategy, strategy)
+        module = {"heads": 4, "architecture": MOE, "routing": [6, 2, 2]}
+        run = {"kind": "ppo", "strategy": how, "weights": str(files[-1]), "module": module}
+        answers.append(run_ranks("tests.distributed.tasks:train", 1 if strategy == "auto" else 2, [run])[0][0])
+    assert all(0.5 < step["router/replaced_fraction"] <= 1 for step in answers[0]["steps"])
+    for answer, file in zip(answers[1:], files[1:], strict=True):
+        for steps in zip(answer["steps"], answers[0]["steps"], strict=True):
+            for step in steps:  # of the tokens of a prompt that other ranks read again
+                step.pop("router/replaced_fraction", None)
+        assert_equal_metrics(answer, answers[0])
+        assert max(largest_differences(file, files[0]).values()) <= WEIGHTS
+
+
 @pytest.mark.slow
 def test_a_reference_that_follows_equals_that_of_one_process_also_after_resuming_on_other_ranks(tmp_path):
     files, answers = [], []

@@ -13,14 +13,27 @@ from functools import partial
 import pytest
 import torch
 
+from lightning_rlhf.extras.router_replay.routers import ForcedRouters
 from lightning_rlhf.functional.allowed_tokens import allowed_tokens
+from lightning_rlhf.models.causal import hidden_states
+from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rollout.generation import generate, submit
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
-from lightning_rlhf.types import SamplingLimits, SamplingParams
+from lightning_rlhf.types import RoutedExperts, SamplingLimits, SamplingParams
 from tests.callbacks.conftest import Run
-from tests.rollout.engines import END, greedy, largest_gap, parameters_of, prompts_of, pushed, setup_of, source_of
+from tests.rollout.engines import (
+    ARCHITECTURE,
+    END,
+    greedy,
+    largest_gap,
+    parameters_of,
+    prompts_of,
+    pushed,
+    setup_of,
+    source_of,
+)
 from tests.rollout.test_vllm_adapters import adapted, base_of, exported, named_tensors
 from tests.rollout.test_vllm_conversations import converse, largest_gap_of_sampled, requests
 
@@ -88,6 +101,58 @@ def test_engine_returns_the_tokens_that_limits_allowed(start, program):
             assert each.allowed.listed()[1].tolist() == kept.nonzero()[:, 1].tolist()
         else:
             assert each.allowed is None
+
+
+MOE = {
+    **ARCHITECTURE, "model_type": "qwen3_moe", "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "norm_topk_prob": True, "tie_word_embeddings": False, "decoder_sparse_step": 2,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def replayed_gap(actor, completions, replay):
+    """Return the mean gap of log-probs between engine and trainer, with the engine's experts or without."""
+    total, tokens = 0.0, 0
+    for prompt, each in zip(PROMPTS, completions, strict=True):
+        ids = torch.tensor([[*prompt, *each.token_ids]])
+        experts = RoutedExperts.of([each.experts]) if replay else None
+        hidden = hidden_states(actor.lm, ids, None, experts=experts)[len(prompt) - 1 : -1]
+        logprobs = actor.lm.lm_head(hidden).float().log_softmax(dim=-1)
+        ours = logprobs[torch.arange(len(each.token_ids)), each.token_ids]
+        total += float((ours - torch.tensor(each.logprobs)).abs().sum())
+        tokens += len(each.token_ids)
+    return total / tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_returns_the_experts_that_its_routers_chose(program, tmp_path, dtype):
+    if "V2" not in program:
+        pytest.skip("vLLM returns experts with model runner V2")
+    source = FromConfig(MOE, seed=1, dtype=dtype)
+    engine = VLLMEngine()
+    engine.return_experts()
+    engine.start(setup_of(source, tmp_path))
+    try:
+        actor = pushed(engine, source, 1)
+        first = generate(engine, PROMPTS, NO_STOP, range(8))
+        again = generate(engine, PROMPTS, NO_STOP, range(8))  # the prompts are in the cache
+    finally:
+        engine.close()
+    routers = ForcedRouters(actor.lm)
+    for prompt, one, other in zip(PROMPTS, first, again, strict=True):
+        assert one.experts.shape == (len(prompt) + len(one.token_ids) - 1, 2, 2)
+        assert torch.equal(one.experts[: len(prompt)], other.experts[: len(prompt)])
+    with_replay, replaced = replayed_gap(actor, first, replay=True), routers.replaced_counts()
+    without = replayed_gap(actor, first, replay=False)
+    print(f"{dtype}: {with_replay:.3g} with, {without:.3g} without, replaced {replaced}")
+    assert routers.sparse_layers == {1}
+    if dtype == "float32":
+        assert replaced[1] == 0
+        assert with_replay < 1e-5
+    else:
+        assert replaced[0] > 200
+        assert with_replay < without
 
 
 def test_responses_in_flight_are_finished_with_the_weights_that_they_began_with(engine):

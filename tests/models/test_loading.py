@@ -229,7 +229,8 @@ def test_router_logits_without_a_loss_warn_once(monkeypatch, caplog):
     for value in (False, True, True):
         FromConfig({"model_type": "mixtral", "output_router_logits": value}).hf_config()
     message = (
-        "output_router_logits in the architecture 'mixtral' has no effect: the loss has no auxiliary term for routers"
+        "output_router_logits in the architecture 'mixtral' has no effect: use the callback RouterReplay with "
+        "balance_coef"
     )
     assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning_rlhf")] == [message]
 

@@ -15,6 +15,7 @@ _PLACEHOLDERS = {
     "<role>": "[a-z_]+",
     "<source>": "[^/]+",
     "<k>": "[0-9]+",
+    "<n>": "[0-9]+",
     "<option>": "(?:token|sequence_sum|sequence_mean|sequence_max)_k[123]",
     "<metric>": "[^/]+",
     "<key>": "[^/]+",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from base64 import b64encode
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -288,4 +289,7 @@ class VLLMCore:
         elif sample.sampling_mask is not None:
             masks = sample.sampling_mask.token_ids
             message["allowed"] = [list(map(len, masks)), [int(token) for mask in masks for token in mask]]
+        if sample.routed_experts is not None:
+            experts = sample.routed_experts.astype("int16")
+            message["experts"] = {"shape": experts.shape, "bytes": b64encode(experts.tobytes()).decode()}
         return message

@@ -200,6 +200,10 @@ class VLLMEngine(RolloutEngine):
         if fault := unusable_build():
             raise UsageError(fault)
 
+    @override
+    def return_experts(self) -> None:
+        self._arguments["enable_return_routed_experts"] = True
+
     def join(self, setup: EngineSetup, group: RankGroup) -> None:
         """Prepare this rank for pushes of an engine that the first rank starts. All ranks of the group.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from base64 import b64decode
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,9 +143,13 @@ def as_completion(message: dict[str, Any]) -> Completion:
         raise RunError(f"vLLM's completion lacks {error}; it has {', '.join(sorted(message))}") from None
     later_versions = tuple((start, version) for start, version in message.get("later_versions", []))
     token_ids, logprobs, finish_reason, policy_version = fields
-    allowed = message.get("allowed")  # numbers of allowed tokens, and their ids
-    tokens = None if allowed is None else AllowedTokens.of(*(torch.tensor(each, dtype=torch.int32) for each in allowed))
-    return Completion(token_ids, logprobs, finish_reason, policy_version, later_versions, allowed=tokens)
+    further: dict[str, Any] = {}
+    if (allowed := message.get("allowed")) is not None:  # numbers of allowed tokens, and their ids
+        further["allowed"] = AllowedTokens.of(*(torch.tensor(each, dtype=torch.int32) for each in allowed))
+    if (experts := message.get("experts")) is not None:
+        numbers = torch.frombuffer(bytearray(b64decode(experts["bytes"])), dtype=torch.int16)
+        further["experts"] = numbers.view(experts["shape"])
+    return Completion(token_ids, logprobs, finish_reason, policy_version, later_versions, **further)
 
 
 def vocabulary_of(directory: Path) -> int:

@@ -73,7 +73,7 @@ class Conversation:
         self.logprobs: list[float] = []
         self.sampled: list[bool] = []
         self._allowed: list[AllowedTokens] = []  # of all parts, if the engine returns those of turns
-        self._experts: Tensor | None = None  # of the prompt and all turns, which the request of the last turn contained
+        self._experts: Tensor | None = None  # of the prompt and all turns
         self.turn_ends: list[int] = []  # tokens from the end of the prompt to the end of each turn
         self.stop: StopReason | None = None
         self._versions: list[int] = []
@@ -130,7 +130,10 @@ class Conversation:
         self.logprobs += completion.logprobs
         self.sampled += [True] * len(completion.token_ids)
         self._allowed += [] if completion.allowed is None else [completion.allowed]
-        self._experts = completion.experts
+        if self._experts is None or completion.experts is None:
+            self._experts = completion.experts
+        else:  # what came before was sampled with its own, maybe by older weights
+            self._experts = torch.cat([self._experts, completion.experts[len(self._experts) :]])
         self._versions += completion.token_versions
         self._unexpanded += completion.token_ids
         self._shown = len(self._written_images)

@@ -159,7 +159,7 @@ def test_checkpoint_keeps_the_experts():
     assert restored[2].experts is None
 
 
-def test_conversation_has_the_experts_of_its_last_request_and_branches_their_own():
+def test_turns_of_a_conversation_keep_their_experts_and_so_do_branches():
     def experts(count, first):
         return torch.arange(first, first + count, dtype=torch.int16).view(-1, 1, 1)
 
@@ -174,7 +174,7 @@ def test_conversation_has_the_experts_of_its_last_request_and_branches_their_own
     start = conversation.append(branch)
     conversation.end("done")
     assert start == 7
-    assert conversation.completion.experts.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1, 50, 51]
+    assert conversation.completion.experts.flatten().tolist() == [100, 101, 102, 3, 4, 5, 6, -1, -1, 50, 51]
     assert len(conversation.completion.token_ids) == 10  # with two tokens of the prompt, the last one has no experts
 
 

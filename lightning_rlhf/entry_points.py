@@ -15,6 +15,7 @@ The core names no extra. It asks here, by the name of what it needs:
 ``router_replay``      module that records experts, as :mod:`lightning_rlhf.extras.router_replay.routers`
 ``run_lock``           module that locks the directory of a run, as :mod:`lightning_rlhf.extras.run_lock.lock`
 ``teacher_prompts``    module for ``teacher_prompt``, as :mod:`lightning_rlhf.extras.algorithms.teacher_prompts`
+``tiled_mlp``          module that computes layers in pieces, as :mod:`lightning_rlhf.extras.tiled_mlp.tiling`
 ====================== =================================================================================================
 """
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step, trainer_of
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
@@ -34,7 +35,6 @@ from lightning_rlhf.models.master_weights import needs_master_weights, use_maste
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.shared_bases import sharing
 from lightning_rlhf.models.tensors import count_parameters
-from lightning_rlhf.models.tiled_mlp import tile_mlps
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.micro_batches import MicroBatches, SummedLoss
@@ -335,7 +335,7 @@ class RoleModule(LightningModule):
     def _tiled(self, role: Any) -> Any:
         tokens = self.role_strategy.mlp_tokens
         if tokens is not None:
-            tile_mlps(role.lm, tokens)
+            the_offered("tiled_mlp").tile_mlps(role.lm, tokens)
         return role
 
     def configure_optimizers(self) -> Any:

@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rlhf import FromConfig
-from lightning_rlhf.models.tiled_mlp import tile_mlps
+from lightning_rlhf.extras.tiled_mlp.tiling import tile_mlps
 from tests.models.architectures import tiny
 from tests.stand_ins import TINY_LLAMA
 

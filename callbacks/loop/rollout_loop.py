@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.callbacks.loop.rollout_parts import RolloutParts, make_parts, make_sampler
-from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings
+from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings, ValidationSamples
 from lightning_rlhf.callbacks.loop.rollout_validation import RolloutValidation, ValidationSettings
 from lightning_rlhf.callbacks.loop.run_engine import RunEngine
 from lightning_rlhf.callbacks.loop.step_metrics import rollout_metrics
@@ -44,7 +44,8 @@ class RolloutLoop(RolloutSettings, Callback):
         group_size: responses per prompt, at least 1.
         max_response_tokens: longest response, at least 1.
         temperature: temperature of training samples, positive.
-        val_samples: responses per prompt that validation samples at temperature 1, in addition to a greedy one.
+        val_samples: responses per prompt that validation samples at temperature 1, in addition to a greedy one. You can
+            also give :class:`~.rollout_settings.ValidationSamples`, for another temperature, limits and length.
         val_metric: name of the reward that is at least 1 for correct responses. Adds ``val/fraction_correct_...``,
             ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly. None leaves them
             out.
@@ -85,6 +86,7 @@ class RolloutLoop(RolloutSettings, Callback):
 
     provides_rollouts = True
     max_response_tokens: int
+    val_sampling: ValidationSamples
     _configured_tokens: int | None = None  # max_response_tokens during fast_dev_run, whose responses are shorter
 
     def __post_init__(self) -> None:
@@ -139,10 +141,11 @@ class RolloutLoop(RolloutSettings, Callback):
         if trainer.fast_dev_run:
             self._configured_tokens = self.max_response_tokens
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
+            self.val_sampling = replace(self.val_sampling, max_response_tokens=None)
         self.check(trainer, pl_module)
         self.check_engine(trainer, pl_module)
         trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
-        sampling = SamplingParams(self.max_response_tokens, self.temperature, self.limits)
+        sampling = SamplingParams(self.longest_response, self.temperature, self.limits)
         self._engine = RunEngine(self.engine, trainer, pl_module, sampling, self.max_staleness)
         self._sampler = make_sampler(self, trainer, pl_module, self._engine)
         self._parts = make_parts(self, trainer, pl_module, engine=self._engine, sampler=self._sampler)
@@ -156,7 +159,7 @@ class RolloutLoop(RolloutSettings, Callback):
         if self._validation in trainer.callbacks:
             trainer.callbacks.remove(self._validation)
         settings = ValidationSettings(
-            samples=self.val_samples,
+            samples=self.val_sampling,
             rewards=list(self.reward_weights),
             metric=self.val_metric,
             answer=self.val_answer,

@@ -36,6 +36,36 @@ TeacherPrompt = str | Callable[..., Sequence[Any]]
 _TEXTS_ONLY = ("teacher_prompt", "given_responses")  # settings that work without images
 
 
+@dataclass(frozen=True)
+class ValidationSamples:
+    """How responses to validation prompts are sampled, in addition to a greedy one.
+
+    Args:
+        number: responses per prompt, at least 1.
+        temperature: divisor of the logits, positive.
+        top_p: probability of the most likely tokens to keep together, in (0, 1]. 1 keeps all.
+        top_k: number of most likely tokens to keep. 0 keeps all.
+        min_p: smallest probability to keep, as a fraction of the largest one, in [0, 1]. 0 keeps all.
+        max_response_tokens: longest response, the greedy one too. None takes that of training.
+    """
+
+    number: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_response_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self, number="at least 1", temperature="positive", max_response_tokens="at least 1 or null")
+        assert self.limits is not None
+
+    @property
+    def limits(self) -> SamplingLimits:
+        """Limits of the sampled tokens."""
+        return SamplingLimits(self.top_p, self.top_k, self.min_p)
+
+
 @dataclass(eq=False, repr=False)
 class RolloutSettings:
     """Settings of the rollouts of a run; see :class:`RolloutLoop` for their meaning."""
@@ -45,7 +75,7 @@ class RolloutSettings:
     group_size: int = 1
     max_response_tokens: int = 256
     temperature: float = 1.0
-    val_samples: int = 1
+    val_samples: int | ValidationSamples = 1
     val_metric: str | None = None
     val_answer: AnswerExtractor | None = None
     validate_at_ends: bool = True
@@ -62,14 +92,23 @@ class RolloutSettings:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        check_ranges(self, group_size="at least 1", max_response_tokens="at least 1", val_samples="at least 1")
+        check_ranges(self, group_size="at least 1", max_response_tokens="at least 1")
         check_ranges(self, check_rows="at least 0", max_staleness="at least 0")
         check_ranges(self, temperature="positive", max_logprob_diff="positive or null")
+        if isinstance(self.val_samples, int):
+            check_ranges(self, val_samples="at least 1")
+        chosen = self.val_samples
+        self.val_sampling: ValidationSamples = ValidationSamples(chosen) if isinstance(chosen, int) else chosen
         self.limits = SamplingLimits(self.top_p, self.top_k, self.min_p)
         self.engine = named_engine(self.engine)
         rewards = self.rewards or []
         self.rewards = [each if isinstance(each, RewardFunction) else RewardFunction(each) for each in rewards]
         self.reward_executor = RewardExecutor(self.rewards)
+
+    @property
+    def longest_response(self) -> int:
+        """Largest number of tokens of a response, in training or validation."""
+        return max(self.max_response_tokens, self.val_sampling.max_response_tokens or 0)
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -115,6 +154,11 @@ class RolloutSettings:
         if self.given_responses is not None:
             self._check_given(self.given_responses, trainer, module)
         check_val_metric(self.val_metric, labels)
+        if self.environment is not None and self.longest_response > self.max_response_tokens:
+            raise UsageError(
+                f"val_samples has max_response_tokens {self.longest_response}, but conversations with an environment "
+                f"have the limits of training: remove it"
+            )
         if self.val_metric is not None and "val" not in data.reports:
             log.warning("val_metric is %r, but there is no validation data: set data.init_args.val", self.val_metric)
         if not any(getattr(callback, "writes_metrics", False) for callback in callbacks):
@@ -132,7 +176,7 @@ class RolloutSettings:
             self.dynamic_sampling.check(data.batch_size, self.group_size, weights, module.advantages, ranks)
         check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
         roles = {f"the {name}": source for name, source in module.sources.items()}
-        check_positions(roles, data.longest_text_tokens, self.max_response_tokens, module.has_pairs)
+        check_positions(roles, data.longest_text_tokens, self.longest_response, module.has_pairs)
         check_reward_functions(rewards, self.reward_executor, data, self.environment)
         if self.environment is None and not trainer.fast_dev_run:
             for warnings_of in offered("reward_warnings"):

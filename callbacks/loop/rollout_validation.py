@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loop.rollout_parts import RolloutParts
+from lightning_rlhf.callbacks.loop.rollout_settings import ValidationSamples
 from lightning_rlhf.callbacks.loop.validation import AnswerExtractor, Validation, averages_weights, sources_in
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -28,14 +29,14 @@ class ValidationSettings:
     """Settings of the validations of a run; see RolloutLoop.
 
     Args:
-        samples: responses per prompt sampled at temperature 1, in addition to a greedy one.
+        samples: how responses are sampled.
         rewards: names of all rewards.
         metric: name of the reward that is at least 1 for correct responses; None without one.
         answer: function that returns the answers of completions; None without one.
         at_ends: whether to validate before the first and after the last step.
     """
 
-    samples: int
+    samples: ValidationSamples
     rewards: list[str]
     metric: str | None
     answer: AnswerExtractor | None
@@ -93,7 +94,7 @@ class RolloutValidation(Callback):
         self._parts.checks.check_until(trainer.global_step)
         self._validated_step = trainer.global_step
         self.validation = Validation(
-            self.settings.samples,
+            self.settings.samples.number,
             rewards=self.settings.rewards,
             metric=self.settings.metric,
             answer=self.settings.answer,
@@ -114,7 +115,7 @@ class RolloutValidation(Callback):
         self.validation.add(batch, rollout, self._parts.sampler.tokenizer, sampled, greedy)
         ahead = self._parts.ahead
         if ahead is not None and ahead.max_staleness > 1 and batch_idx == 0:
-            size = 1 + self.settings.samples
+            size = 1 + self.settings.samples.number
             self._parts.weights.check(rollout[[i for i in range(len(rollout)) if i % size]])  # the sampled ones
         pl_module.receive(StepRollout(rollout))
 
@@ -122,7 +123,8 @@ class RolloutValidation(Callback):
         self, trainer: Trainer, module: RLHFModule, batch: PromptBatch
     ) -> tuple[Rollout, list[Completion], list[Completion]]:
         """Return the rollout of greedy and sampled responses to each prompt, the sampled ones and the greedy ones."""
-        samples, roles = self.settings.samples, module.role_strategy
+        chosen, roles = self.settings.samples, module.role_strategy
+        samples = chosen.number
         state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
         environment = self._parts.sampler.environment
         tokenizer = self._parts.sampler.tokenizer
@@ -137,12 +139,14 @@ class RolloutValidation(Callback):
             version = self._parts.weights.version
             return self._parts.sampler.sample(batch, sampling, trainer.global_step, version, on_finished).result()
 
-        greedy = completions(0, Sampling(1, 0.0, "validation"))
-        sampled = completions(1, Sampling(samples, 1.0, "validation"))
+        longest = chosen.max_response_tokens
+        greedy = completions(0, Sampling(1, 0.0, "validation", max_tokens=longest))
+        sampled = completions(1, Sampling(samples, chosen.temperature, "validation", chosen.limits, longest))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * samples : (i + 1) * samples])]
 
         def scored() -> Rollout:
-            rollout = scorer.add_rewards(assemble(batch, ordered, 1.0, environment), scorer.score(ordered))
+            assembled = assemble(batch, ordered, chosen.temperature, environment, chosen.limits)
+            rollout = scorer.add_rewards(assembled, scorer.score(ordered))
             if self._parts.teacher_prompts is None:
                 return rollout
             return self._parts.teacher_prompts.add(rollout, batch.prompts, scorer.columns(ordered))

@@ -24,12 +24,14 @@ class Sampling:
         temperature: temperature of the sampling; 0 is greedy.
         purpose: purpose of the responses, from which their seeds are derived.
         limits: which tokens can be sampled.
+        max_tokens: longest response; None takes that of the sampler.
     """
 
     samples: int
     temperature: float
     purpose: Literal["train", "validation"] = "train"
     limits: SamplingLimits = NO_LIMITS
+    max_tokens: int | None = None
 
 
 class Sampler(Protocol):
@@ -103,7 +105,8 @@ class ResponseSampler:
     ) -> PendingCompletions:
         """See :meth:`Sampler.sample`."""
         traits = self.engine.traits
-        check = CompletionCheck(self.max_tokens, version, self.vocabulary, traits.mixes_versions or traits.restarts)
+        longest = sampling.max_tokens or self.max_tokens
+        check = CompletionCheck(longest, version, self.vocabulary, traits.mixes_versions or traits.restarts)
         pending = self._requested(prompts, sampling, check, on_finished, in_background)
 
         def checked() -> list[Completion]:
@@ -131,7 +134,7 @@ class ResponseSampler:
     def parameters(self, sampling: Sampling) -> SamplingParams:
         """Return the sampling parameters of the engine."""
         return SamplingParams(
-            self.max_tokens,
+            sampling.max_tokens or self.max_tokens,
             sampling.temperature,
             sampling.limits,
             stop_token_ids=self.stop_token_ids,

@@ -65,6 +65,8 @@ class Endpoint:
         max_requests: largest number of requests of each process, including retries; the run ends before it is exceeded.
         max_tokens: largest number of tokens of each process, as counted by the server, else estimated; the run ends
             before it is exceeded. Rejected requests count 0.
+        max_seconds: longest time in which each process waits for replies, seconds, in which any number of requests may
+            be unfinished; the run ends with the first request after it.
     """
 
     url: str | list[str]
@@ -76,6 +78,7 @@ class Endpoint:
     tokens_per_minute: float | None = None
     max_requests: int | None = None
     max_tokens: int | None = None
+    max_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not self.url:
@@ -149,6 +152,7 @@ class Client:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.requests = self.tokens = 0
+        self._waits = _Stopwatch()
         self._balancer = Balancer(endpoint.urls)
         self._key = None if endpoint.key_env is None else read_key(endpoint.key_env)
         self._lock = threading.Lock()
@@ -183,7 +187,8 @@ class Client:
         )
         try:
             async with self._concurrent:
-                return await retrying(self._try, request, content)
+                with self._waits:
+                    return await retrying(self._try, request, content)
         except httpx.HTTPStatusError as error:
             reply = error.response.text
             in_tries = f" in the last of {self.endpoint.tries} tries" if _is_temporary(error) else ""
@@ -247,11 +252,13 @@ class Client:
             for name, used, needed, limit in (
                 ("requests", self.requests, 1, self.endpoint.max_requests),
                 ("tokens", self.tokens, request.tokens, self.endpoint.max_tokens),
+                ("seconds", round(self._waits.seconds, 1), 0, self.endpoint.max_seconds),
             ):
                 if limit is not None and used + needed > limit:
+                    more = f" and the next request may need {needed}" if needed else ""
                     raise BudgetSpent(
-                        f"{self.endpoint}: the budget of {limit} {name} (max_{name}) is spent: {used} are used and "
-                        f"the next request may need {needed}; raise the budget or send fewer requests"
+                        f"{self.endpoint}: the budget of {limit} {name} (max_{name}) is spent: {used} are used{more}; "
+                        f"raise the budget or send fewer requests"
                     )
             self.requests += 1
             self.tokens += request.tokens
@@ -290,6 +297,28 @@ class Client:
         """Close connections and thread; another request starts new ones."""
         if self._finalizer is not None:
             self._finalizer()
+
+
+class _Stopwatch:
+    """Measures the time in which at least one task of an event loop is within its ``with``."""
+
+    def __init__(self) -> None:
+        self._tasks, self._began, self._before = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time so far, seconds."""
+        return self._before + (time.monotonic() - self._began if self._tasks else 0.0)
+
+    def __enter__(self) -> None:
+        if not self._tasks:
+            self._began = time.monotonic()
+        self._tasks += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._tasks -= 1
+        if not self._tasks:
+            self._before += time.monotonic() - self._began
 
 
 def _close(client: Any, loop: EventLoopThread) -> None:

@@ -315,6 +315,21 @@ def test_no_request_exceeds_the_budget(stub, client, budget, tokens, sent):
     assert len(stub.seen) == sent
 
 
+def test_budget_of_seconds_counts_the_time_of_replies_once(stub, client):
+    def slow(body):
+        time.sleep(0.3)
+        return ok({})
+
+    stub.script = [slow]
+    instance = client(max_seconds=0.5, concurrency=4)
+    ask(instance, 4)  # at the same time: 0.3 seconds together
+    time.sleep(0.4)  # in which nothing is asked
+    ask(instance)
+    with pytest.raises(BudgetSpent, match=r"budget of 0\.5 seconds \(max_seconds\) is spent: [0-9.]+ are used; raise"):
+        ask(instance)
+    assert len(stub.seen) == 5
+
+
 def test_tokens_are_counted_by_the_server(stub, client):
     stub.script = [chat("x", tokens=10)]
     instance = client(max_tokens=100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,15 +170,23 @@ class JudgeReward:
         }
         tokens = estimated_tokens(text, images or ()) + self.max_answer_tokens
         reply = await self.client.post(Request(body, tokens))
-        try:
-            choice = reply["choices"][0]
-            answer = choice["message"]["content"]
-            truncated = choice.get("finish_reason") == "length"
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise RunError(f"no chat completion from {self.client.endpoint}: {self.client.shown(reply)!r}") from None
+        answer, truncated = chat_answer(self.client, reply)
         if truncated:  # its last score may be quoted from the response
             raise RunError(f"judge {self.model}: answer truncated at max_answer_tokens={self.max_answer_tokens}")
-        return self.score(str(answer))
+        return self.score(answer)
+
+
+def chat_answer(client: Client, reply: Any) -> tuple[str, bool]:
+    """Return the text of a chat completion, and whether it was cut.
+
+    Raises:
+        RunError: the reply is not a chat completion.
+    """
+    try:
+        choice = reply["choices"][0]
+        return str(choice["message"]["content"]), choice.get("finish_reason") == "length"
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise RunError(f"no chat completion from {client.endpoint}: {client.shown(reply)!r}") from None
 
 
 def as_text(content: Any) -> str:
@@ -197,13 +206,20 @@ def images_in(content: Any) -> list[EncodedImage]:
 
 def _json_score(text: str) -> float | None:
     try:
-        score = json.loads(re.sub(r":\s*\+(?=\d)", ": ", plain_signs(text))).get("score")  # JSON has no plus sign
+        found = json.loads(re.sub(r":\s*\+(?=\d)", ": ", plain_signs(text)))  # JSON has no plus sign
     except (ValueError, RecursionError):  # not JSON, thousands of digits or of brackets
         return None
-    is_number = isinstance(score, int | float) and not isinstance(score, bool)
-    if is_number:
-        return float(score)
-    return _number(score)
+    return plain_number(found.get("score"))
+
+
+def plain_number(value: Any) -> float | None:
+    """Return a number of JSON, or a text that is only a number; None for anything else, also for true and false."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return _number(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
 
 
 def _number(text: Any) -> float | None:

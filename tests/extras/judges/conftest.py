@@ -1,0 +1,19 @@
+import pytest
+
+
+@pytest.fixture
+def chat():
+    """Start servers on the loopback; each gets a function of the question's text that returns the answer."""
+    pytest.importorskip("httpx")
+    pytest.importorskip("tenacity")
+    from tests.extras.judges.chat_stub import ChatStub
+
+    started = []
+
+    def start(answer):
+        started.append(ChatStub(answer))
+        return started[-1]
+
+    yield start
+    for stub in started:
+        stub.close()

@@ -198,18 +198,24 @@ class Rubric:
         if not file.is_file():
             raise MissingFileError(f"no rubric at {str(path)!r}: {describe_missing_path(str(path))}")
         try:
-            content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
-            given = _checked(cls, content, "the rubric")
-            if not isinstance(given["criteria"], list):
-                raise UsageError(
-                    f"criteria must be a list, got {given['criteria']!r:.80}: begin each with '- name: ...'"
-                )
-            criteria = [_criterion(entry, number) for number, entry in enumerate(given["criteria"], 1)]
-            return cls(**{**_with_scale(given, "the rubric"), "criteria": criteria})
+            return cls.of(yaml.load(file.read_text(encoding="utf-8"), _Loader))
         except (UsageError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: {error}") from None
         except yaml.YAMLError as error:
             raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+    @classmethod
+    def of(cls, content: Any) -> Rubric:
+        """Return the rubric in the content of such a file.
+
+        Raises:
+            UsageError: it has no valid rubric.
+        """
+        given = _checked(cls, content, "the rubric")
+        if not isinstance(given["criteria"], list):
+            raise UsageError(f"criteria must be a list, got {given['criteria']!r:.80}: begin each with '- name: ...'")
+        criteria = [_criterion(entry, number) for number, entry in enumerate(given["criteria"], 1)]
+        return cls(**{**_with_scale(given, "the rubric"), "criteria": criteria})
 
 
 class _Loader(yaml.SafeLoader):

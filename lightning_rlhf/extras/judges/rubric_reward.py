@@ -39,7 +39,7 @@ class RubricReward:
     its ``on_error`` and ``max_error_rate`` decide what happens.
 
     Args:
-        rubric: file of the rubric, see :class:`.Rubric`, or the rubric itself.
+        rubric: file of the rubric, see :class:`.Rubric`, its content as a mapping, or the object.
         judges: one or several judges with different names.
         criterion: name of the only criterion to grade by; None takes all. List the reward again with a criterion and
             ``weight: 0`` to see its grade next to each response. Questions that the other one asks are not repeated.
@@ -55,12 +55,14 @@ class RubricReward:
 
     def __init__(
         self,
-        rubric: str | Rubric,
+        rubric: Any,  # with the class, the parser would read the file, and errors would not name it
         judges: Judge | list[Judge],
         criterion: str | None = None,
         when_spent: Literal["end", "skip"] = "end",
     ) -> None:
-        self.rubric = rubric if isinstance(rubric, Rubric) else Rubric.read(rubric)
+        if isinstance(rubric, str):
+            rubric = Rubric.read(rubric)
+        self.rubric = rubric if isinstance(rubric, Rubric) else Rubric.of(rubric)
         if criterion is not None:
             self.rubric = self.rubric.only(criterion)
         self.askers = askers_of(judges)

@@ -1,5 +1,9 @@
 import pytest
 
+from tests.cli.conftest import _elsewhere, cli, config, fit
+
+__all__ = ["_elsewhere", "chat", "cli", "config", "fit"]
+
 
 @pytest.fixture
 def chat():

@@ -53,6 +53,7 @@ class RankingReward:
         ValueError: a value is not allowed, or two judges have the same name.
     """
 
+    __name__ = "ranking"
     per_sample: ClassVar[bool] = False
     dry_call: ClassVar[bool] = False
 

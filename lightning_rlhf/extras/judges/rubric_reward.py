@@ -65,6 +65,7 @@ class RubricReward:
         self.rubric = rubric if isinstance(rubric, Rubric) else Rubric.of(rubric)
         if criterion is not None:
             self.rubric = self.rubric.only(criterion)
+        self.__name__ = criterion or "rubric"
         self.askers = askers_of(judges)
         self.when_spent = when_spent
         self._last = {each.name: deque[list[float]](maxlen=_LAST_RESPONSES) for each in self.rubric.criteria}

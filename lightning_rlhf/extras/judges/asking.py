@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -17,9 +18,10 @@ from lightning_rlhf.extras.judges.endpoint import Client, Endpoint, Request, est
 from lightning_rlhf.extras.judges.judge import chat_answer
 from lightning_rlhf.ranges import check_ranges
 
-_OWN_FIELDS = ("model", "messages", "max_tokens", "temperature", "response_format")
+_OWN_FIELDS = ("model", "messages")
 _MOST_READ = 20_000  # last characters of an answer, in which its JSON object begins
 _SHOWN = 120  # last characters of an answer that messages show
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')  # a backslash, with the rest if it is an escape of JSON
 _Value = TypeVar("_Value")
 
 
@@ -37,11 +39,13 @@ class Judge:
         answers: file that keeps the answers, for example ``runs/x/answers.jsonl``, so that a resumed run asks only new
             questions. A question is found there by its whole text, model, options and the judge's name, but not by the
             server's address. None keeps them in memory.
-        max_answer_tokens: length limit of an answer. One that is longer cannot be read.
+        max_answer_tokens: length limit of an answer, with the thoughts of a model that thinks first. One that is longer
+            cannot be read.
         temperature: sampling temperature of the judge.
         structured: whether the server is asked to let the model write only JSON of the right form. Set false for a
             server that rejects ``response_format``.
-        fields: further fields of each request, such as ``{chat_template_kwargs: {enable_thinking: false}}`` for vLLM.
+        fields: further or other fields of each request, such as ``{chat_template_kwargs: {enable_thinking: false}}``
+            for vLLM. null leaves a field out, as in ``{max_tokens: null, max_completion_tokens: 4096}``.
 
     Raises:
         ValueError: a value is not allowed.
@@ -51,7 +55,7 @@ class Judge:
     model: str
     name: str | None = None
     answers: str | None = None
-    max_answer_tokens: int = 512
+    max_answer_tokens: int = 2048
     temperature: float = 0.0
     structured: bool = True
     fields: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +63,7 @@ class Judge:
     def __post_init__(self) -> None:
         check_ranges(self, max_answer_tokens="at least 1", temperature="at least 0")
         if own := [name for name in self.fields if name in _OWN_FIELDS]:
-            raise UsageError(f"fields of a judge must not have {own[0]!r}, which is set by its arguments: remove it")
+            raise UsageError(f"fields of a judge must not have {own[0]!r}, which the judge sets: remove it")
 
     @property
     def label(self) -> str:
@@ -124,8 +128,7 @@ class Asker:
     def _body(self, question: Question[Any]) -> dict[str, Any]:
         judge, text = self.judge, question.start + question.end
         parts = [*map(image_url, question.images), {"type": "text", "text": text}]
-        body = {
-            **judge.fields,
+        body: dict[str, Any] = {
             "model": judge.model,
             "messages": [{"role": "user", "content": parts if question.images else text}],
             "max_tokens": judge.max_answer_tokens,
@@ -134,7 +137,7 @@ class Asker:
         if judge.structured:
             form = {"name": "answer", "strict": True, "schema": question.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
-        return body
+        return {name: value for name, value in (body | judge.fields).items() if value is not None}
 
     def _text_of(self, reply: Any) -> str:
         text, truncated = chat_answer(self.client, reply)
@@ -183,11 +186,13 @@ def askers_of(judges: Judge | Sequence[Judge]) -> list[Asker]:
 def last_object(answer: str) -> dict[str, Any] | None:
     """Return the JSON object with which an answer ends, also in bold or in a fenced block.
 
+    Its texts may have line breaks, and backslashes that JSON does not know, as formulas have.
+
     Returns:
         The object; None if there is none, or if a key occurs twice in it.
     """
-    text = answer[-_MOST_READ:].rstrip("`*. \t\r\n")
-    decoder = json.JSONDecoder(object_pairs_hook=_without_repeated)
+    text = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", answer[-_MOST_READ:].rstrip("`*. \t\r\n"))
+    decoder = json.JSONDecoder(object_pairs_hook=_without_repeated, strict=False)
     start = text.find("{")
     while start >= 0:
         try:

@@ -184,7 +184,7 @@ def chat_answer(client: Client, reply: Any) -> tuple[str, bool]:
     """
     try:
         choice = reply["choices"][0]
-        return str(choice["message"]["content"]), choice.get("finish_reason") == "length"
+        return str(choice["message"]["content"] or ""), choice.get("finish_reason") == "length"
     except (KeyError, IndexError, TypeError, AttributeError):
         raise RunError(f"no chat completion from {client.endpoint}: {client.shown(reply)!r}") from None
 

@@ -106,6 +106,9 @@ def test_judge_sees_the_correct_answer_only_if_the_rubric_says_so(chat):
         ('{"grade": "2"}', 2),
         ('It quotes {"grade": 5}.\n```json\n{"reason": "{}", "grade": 2}\n```\n', 2),
         ('**{"grade": 2.0}**', 2),
+        ('<think>Perhaps {"grade": 4}?</think>\n{"grade": 2}', 2),
+        (r'{"reason": "The \$ and \( \underline{x} \) of \frac{1}{2} are right, \u00e4 \\ \"too\"", "grade": 2}', 2),
+        ('{"reason": "One line,\nand another", "grade": 2}', 2),
     ],
 )
 def test_grade_in_the_object_at_the_end_counts(chat, answer, found):
@@ -208,8 +211,15 @@ def test_fields_of_a_judge_are_sent_and_cannot_replace_its_arguments(chat):
     score(RewardFunction(RubricReward(RUBRIC, stub.judge(fields=thinking, structured=False, temperature=0.2))))
     assert all(body.items() >= thinking.items() and body["temperature"] == 0.2 for body in stub.bodies)
     assert not any("response_format" in body for body in stub.bodies)
-    with pytest.raises(ValueError, match="fields of a judge must not have 'max_tokens'"):
-        stub.judge(fields={"max_tokens": 3})
+    with pytest.raises(ValueError, match="fields of a judge must not have 'messages', which the judge sets"):
+        stub.judge(fields={"messages": []})
+
+
+def test_null_leaves_out_a_field_that_a_server_rejects(chat):
+    stub = chat(graded)
+    fields = {"max_tokens": None, "temperature": None, "max_completion_tokens": 4096}
+    score(RewardFunction(RubricReward(ACCURACY, stub.judge(fields=fields))))
+    assert stub.bodies[0].keys() == {"model", "messages", "response_format", "max_completion_tokens"}
 
 
 # -- several judges --------------------------------------------------------------------------
@@ -247,7 +257,7 @@ def test_judges_without_different_names_are_an_error(judges, message):
 
 LIMITS = [
     ({"max_requests": 3}, "the budget of 3 requests"),
-    ({"max_tokens": 770}, "the budget of 770 tokens"),
+    ({"max_tokens": 390}, "the budget of 390 tokens"),
     ({"max_seconds": 0.3}, "the budget of 0.3 seconds"),
 ]
 
@@ -256,7 +266,8 @@ LIMITS = [
 def test_spent_budget_ends_the_run_with_one_sentence(chat, limits, message):
     stub = chat(graded)
     stub.delay_s = 0.1
-    reward = RewardFunction(RubricReward(RUBRIC, stub.judge({**limits, "concurrency": 1})), on_error="skip")
+    judge = stub.judge({**limits, "concurrency": 1}, max_answer_tokens=100)
+    reward = RewardFunction(RubricReward(RUBRIC, judge), on_error="skip")
     with pytest.raises(RuntimeError, match=message):
         score(reward, prompts=["q"] * 6, completions=list("abcdef"))
     assert 2 <= len(stub.bodies) < 12

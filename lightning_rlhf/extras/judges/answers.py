@@ -108,7 +108,8 @@ class AnswerFile:
             return offsets
         with self.path.open("rb+") as file:
             _lock(file)
-            position, damaged, line = 0, 0, b"\n"
+            position = damaged = 0
+            line = b"\n"
             for line in file:
                 record = _record(line)
                 if record is not None:

@@ -303,7 +303,8 @@ class _Stopwatch:
     """Measures the time in which at least one task of an event loop is within its ``with``."""
 
     def __init__(self) -> None:
-        self._tasks, self._began, self._before = 0, 0.0, 0.0
+        self._tasks = 0
+        self._began = self._before = 0.0
 
     @property
     def seconds(self) -> float:

@@ -207,5 +207,5 @@ def last_object(answer: str) -> dict[str, Any] | None:
 
 def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key occurs twice")
+        raise UsageError("a key occurs twice")
     return dict(pairs)

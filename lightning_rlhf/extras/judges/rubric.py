@@ -18,6 +18,7 @@ from lightning_rlhf.rewards.results import RESERVED_METRICS
 
 _NAME = re.compile(r"(?!agreement)[A-Za-z][A-Za-z0-9_-]*")
 _RESERVED_NAMES = (*RESERVED_METRICS, "kept_fraction", "over_budget")  # metrics of the reward
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 _TOLERANCE = 1e-9  # of a grade between two steps, for scales such as 0 to 1 in steps of 0.1
 _MOST_LISTED = 101  # grades that a request lists one by one
 
@@ -198,7 +199,7 @@ class Rubric:
         if not file.is_file():
             raise MissingFileError(f"no rubric at {str(path)!r}: {describe_missing_path(str(path))}")
         try:
-            return cls.of(yaml.load(file.read_text(encoding="utf-8"), _Loader))
+            return cls.of(_Loader(file.read_text(encoding="utf-8")).get_single_data())
         except (UsageError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: {error}") from None
         except yaml.YAMLError as error:
@@ -222,7 +223,7 @@ class _Loader(yaml.SafeLoader):
     """Reads YAML, and raises an error for a key that occurs twice, of which YAML would silently use the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
         if repeated := [key for key in keys if keys.count(key) > 1]:
             line = node.start_mark.line + 1
             raise UsageError(f"the key {repeated[0]!r} occurs twice in the part that begins at line {line}: remove one")

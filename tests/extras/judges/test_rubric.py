@@ -56,6 +56,18 @@ def test_yaml_json_and_python_give_the_same_rubric(tmp_path):
     assert [each.weight for each in from_json.criteria] == [3, 1]
 
 
+def test_parts_of_a_file_may_refer_to_others(tmp_path):
+    rubric = read(
+        tmp_path,
+        "criteria:\n"
+        "  - &first {name: a, question: b, scale: &scale {lowest: 0, highest: 9}}\n"
+        "  - {<<: *first, name: c, weight: 2}\n"
+        "scale: *scale\n",
+    )
+    scale = Scale(0, 9)
+    assert rubric == Rubric([Criterion("a", "b", 1, scale), Criterion("c", "b", 2, scale)], scale=scale)
+
+
 def test_weighted_mean_of_grades_by_hand():
     """Grades 4 of 1 to 5 and 1 of 0 to 1 are 0.75 and 1; (3 x 0.75 + 1 x 1) / 4 = 0.8125."""
     accuracy, brevity = RUBRIC.criteria

@@ -23,7 +23,15 @@ from lightning_rlhf import (
     SFTModule,
     UnpairedDataModule,
 )
-from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyCheck, RolloutLoop, RouterReplay, Throughput
+from lightning_rlhf.callbacks import (
+    DynamicSampling,
+    EntropyControl,
+    PolicyCheck,
+    RolloutLog,
+    RolloutLoop,
+    RouterReplay,
+    Throughput,
+)
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
@@ -89,7 +97,7 @@ def a_whole_ppo_run(directory):
         kl_loss=KLTerm(0.1, "k3"), minibatch_size=4,
     )  # fmt: skip
     data = PromptDataModule(InMemory(PROMPTS), LETTERS, val=InMemory(PROMPTS), batch_size=2, max_tokens=4)
-    return run(directory, module, data, [Throughput(1.0), loop])
+    return run(directory, module, data, [Throughput(1.0), loop, RolloutLog(table_every_n_steps=0)])
 
 
 def dynamic_sampling(directory):

@@ -31,6 +31,7 @@ from lightning_rlhf.extras.console.row_values import (
     token_values,
     value_counts,
 )
+from lightning_rlhf.extras.health.forms import form_metrics
 from lightning_rlhf.extras.records.values import finite
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -45,6 +46,9 @@ class RolloutLog(Callback):
     prompts, their greedy responses and their rewards, and logs them as a table. If you resume a run or begin it again,
     the files of later steps are removed. Images of prompts are written once to ``rollouts/images``, as thumbnails of at
     most 256 pixels and 20 kB, and at most 2,000 in a run.
+
+    It also logs the form of the written responses of the first rank, ``form/...`` in the documentation of the metrics,
+    which :class:`HealthChecks` reads.
 
     Args:
         max_rows: responses to write per step and rank, at least 1.
@@ -104,11 +108,12 @@ class RolloutLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the file of a step, and print a table when it is due."""
+        """Write the file of a step, log the form of its responses, and print a table when it is due."""
         if trainer.fast_dev_run or not pl_module.role_strategy.is_group_leader:
             return  # ranks that split the model have the same responses
         rollout = last_step_of(self, pl_module).experience.rollout
         rows = self.rows(trainer, pl_module, correct_answers(rollout, batch, _group_size(trainer)))
+        pl_module.log_step("responses", form_metrics(rows))
         images = prompt_images(rollout, batch, _group_size(trainer))
         if images:
             records = map(_conversations(trainer).get, rollout.position.tolist())

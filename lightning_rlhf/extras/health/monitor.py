@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 from lightning_rlhf.callbacks.records.run_history import FIRST_STEPS, Row, RunHistory, is_validation, values_of
+from lightning_rlhf.extras.health.hacking import one_form, rewarded_form, second_reward
+from lightning_rlhf.extras.health.history import Failure, HealthHistory
 
 # Nats per response token. The quickstart, whose policy changes much, stays below 0.08; answers of few words in another
 # form than the model's own can cost more than one each while it learns well.
@@ -47,16 +49,18 @@ class HealthMonitor:
         rewards: names of the reward functions whose weight is not 0.
         skipped: names of checks that do not apply to the run.
         bounds: lowest accuracies of a reward model before PPO uses it, by metric.
+        weights: weight of each reward by name, those with weight 0 included.
         findings: failed checks so far.
     """
 
     rewards: Sequence[str] = ()
     skipped: Collection[str] = ()
     bounds: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._history = RunHistory(self.rewards, self.bounds)
+        self._history = HealthHistory(self.rewards, self.bounds, weights=self.weights)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Return the checks that fail for the first time.
@@ -70,9 +74,7 @@ class HealthMonitor:
         if any(is_validation(name) for name in metrics):
             history.validations.append(row)
         else:
-            history.recent.append(row)
-            if len(history.first) < FIRST_STEPS:
-                history.first.append(row)
+            history.add(row)
         new: list[Finding] = []
         for name, check in CHECKS.items():
             failed = {finding.check: finding.step for finding in [*self.findings, *new]}
@@ -90,10 +92,7 @@ class HealthMonitor:
         return new
 
 
-_Failure = tuple[str, float, float, str, str]  # metric, value, bound, message, remedy
-
-
-def _constant_reward(history: RunHistory) -> _Failure | None:
+def _constant_reward(history: RunHistory) -> Failure | None:
     if len(history.first) < FIRST_STEPS or len(history.recent) > FIRST_STEPS:
         return None
     for name in history.rewards:
@@ -121,7 +120,7 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
     return None
 
 
-def _lost_reward(history: RunHistory) -> _Failure | None:
+def _lost_reward(history: RunHistory) -> Failure | None:
     means, deviations = history.last("reward/mean", 4), history.last("reward/std", 4)
     earlier = [row for row in [*history.first, *history.recent] if "reward/mean" in row][:-4]
     if not means or not deviations or not values_of(earlier, "reward/mean"):
@@ -142,7 +141,7 @@ def _lost_reward(history: RunHistory) -> _Failure | None:
     )
 
 
-def _equal_groups(history: RunHistory) -> _Failure | None:
+def _equal_groups(history: RunHistory) -> Failure | None:
     share, reward = (history.mean(name, 5) for name in ("group/equal_reward_fraction", "reward/mean"))
     if not share > 0.9 or math.isnan(reward):
         return None
@@ -160,7 +159,7 @@ def _equal_groups(history: RunHistory) -> _Failure | None:
     )
 
 
-def _equal_but_wrong(history: RunHistory, share: float, reward: float) -> _Failure | None:
+def _equal_but_wrong(history: RunHistory, share: float, reward: float) -> Failure | None:
     """Return a failure if groups are equal although some of them have less than the largest reward."""
     largest = history.mean("reward/max", 5)
     if not largest > 0 or reward > _NEARLY_LARGEST * largest:
@@ -177,7 +176,7 @@ def _equal_but_wrong(history: RunHistory, share: float, reward: float) -> _Failu
     )
 
 
-def _kl(history: RunHistory) -> _Failure | None:
+def _kl(history: RunHistory) -> Failure | None:
     kl, tokens = (history.mean(name, 1) for name in ("kl/ref", "rollout/response_tokens_mean"))
     has_risen = history.has_risen(history.mean("reward/mean", min(3, len(history.recent))))
     if has_risen and history.rewards:  # validations show whether the reward is exploited
@@ -197,7 +196,7 @@ def _kl(history: RunHistory) -> _Failure | None:
     )
 
 
-def _entropy(history: RunHistory) -> _Failure | None:
+def _entropy(history: RunHistory) -> Failure | None:
     entropies, rewards = history.last("policy/entropy", 20), history.last("reward/mean", 20)
     start = history.at_start("policy/entropy")
     if not entropies or not rewards or not fmean(entropies[-5:]) < 0.1 * start:
@@ -220,7 +219,7 @@ def _entropy(history: RunHistory) -> _Failure | None:
     )
 
 
-def _length(history: RunHistory) -> _Failure | None:
+def _length(history: RunHistory) -> Failure | None:
     start, length = history.at_start("rollout/response_tokens_mean"), history.mean("rollout/response_tokens_mean", 5)
     is_shorter = length < start / 3 and not history.has_risen(history.mean("reward/mean", 5))  # shorter may be right
     if not start > 0 or not (is_shorter or length > 3 * start):
@@ -236,7 +235,7 @@ def _length(history: RunHistory) -> _Failure | None:
     )
 
 
-def _truncation(history: RunHistory) -> _Failure | None:
+def _truncation(history: RunHistory) -> Failure | None:
     share = history.mean("rollout/truncated_fraction", 3)
     if not share > 0.2:
         return None
@@ -254,7 +253,7 @@ def _truncation(history: RunHistory) -> _Failure | None:
     )
 
 
-def _clipping(history: RunHistory) -> _Failure | None:
+def _clipping(history: RunHistory) -> Failure | None:
     share = history.mean("policy/clip_fraction", 3)
     if not share > 0.3:
         return None
@@ -267,7 +266,7 @@ def _clipping(history: RunHistory) -> _Failure | None:
     )
 
 
-def _engine(history: RunHistory) -> _Failure | None:
+def _engine(history: RunHistory) -> Failure | None:
     difference = history.mean("rollout/logprob_diff_mean", 3)
     if not difference > 0.1:
         return None
@@ -281,7 +280,7 @@ def _engine(history: RunHistory) -> _Failure | None:
     )
 
 
-def _critic(history: RunHistory) -> _Failure | None:
+def _critic(history: RunHistory) -> Failure | None:
     explained = history.mean("value/explained_variance", 5)
     if not history.last("value/explained_variance", 20) or not explained < -0.1:
         return None
@@ -305,7 +304,7 @@ def _quality(history: RunHistory) -> str | None:
     return next((name for name in names if _has(history, name)), None)
 
 
-def _worse_validation(history: RunHistory) -> _Failure | None:
+def _worse_validation(history: RunHistory) -> Failure | None:
     name = _quality(history)
     if name is None or not _has(history, f"{name}_low") or not _has(history, f"{name}_high"):
         return None
@@ -324,7 +323,7 @@ def _worse_validation(history: RunHistory) -> _Failure | None:
     )
 
 
-def _over_optimisation(history: RunHistory) -> _Failure | None:
+def _over_optimisation(history: RunHistory) -> Failure | None:
     name = _quality(history)
     if name is None:
         return None
@@ -351,7 +350,7 @@ def _over_optimisation(history: RunHistory) -> _Failure | None:
     )
 
 
-def _reward_model(history: RunHistory) -> _Failure | None:
+def _reward_model(history: RunHistory) -> Failure | None:
     last = history.validations[-1] if history.validations else {}
     low = [name for name, bound in history.bounds.items() if last.get(name, bound) < bound]
     if math.isnan(last.get("val/policy_score_mean", math.nan)) or not low:  # a validation before the end of training
@@ -367,7 +366,7 @@ def _reward_model(history: RunHistory) -> _Failure | None:
     )
 
 
-def _loss(history: RunHistory) -> _Failure | None:
+def _loss(history: RunHistory) -> Failure | None:
     start, loss = history.at_start("train/loss"), history.mean("train/loss", 10)
     if not start > 0 or not loss > 1.5 * start:
         return None
@@ -380,7 +379,7 @@ def _loss(history: RunHistory) -> _Failure | None:
     )
 
 
-def _gradient(history: RunHistory) -> _Failure | None:
+def _gradient(history: RunHistory) -> Failure | None:
     for name in ("grad_norm/actor", "grad_norm/critic"):  # that of a reward model without errors is nearly 0
         norms = history.last(name, 20)
         usual = median(norms) if norms else 0.0
@@ -397,7 +396,7 @@ def _gradient(history: RunHistory) -> _Failure | None:
     return None
 
 
-def _waiting(history: RunHistory) -> _Failure | None:
+def _waiting(history: RunHistory) -> Failure | None:
     parts = ("time/sync_s", "time/reward_s", "time/check_s")
     steps = history.last("time/step_s", 5)
     if not steps:
@@ -421,7 +420,7 @@ def _waiting(history: RunHistory) -> _Failure | None:
     )
 
 
-CHECKS: dict[str, Callable[[RunHistory], _Failure | None]] = {
+CHECKS: dict[str, Callable[[HealthHistory], Failure | None]] = {
     "constant reward": _constant_reward,
     "lost reward": _lost_reward,
     "equal groups": _equal_groups,
@@ -434,6 +433,9 @@ CHECKS: dict[str, Callable[[RunHistory], _Failure | None]] = {
     "critic": _critic,
     "over-optimisation": _over_optimisation,
     "worse validation": _worse_validation,
+    "second reward": second_reward,
+    "rewarded form": rewarded_form,
+    "one form": one_form,
     "reward model": _reward_model,
     "rising loss": _loss,
     "gradient spike": _gradient,

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lightning_rlhf.callbacks.records.run_history import Row, is_validation
+from lightning_rlhf.extras.health.history import WINDOW
 from lightning_rlhf.extras.health.monitor import CHECKS, Finding
 
+_CHOSEN = "dynamic sampling chooses prompts by their rewards, whose means do not compare"
 _REASONS = {
+    "second reward": _CHOSEN,
+    "rewarded form": _CHOSEN,
+    "one form": _CHOSEN,
     "clipping": "the loss clips ratios of whole responses, which happens far more often",
     "engine and actor": "with max_staleness, the engine's weights are older than the actor's",
 }
@@ -43,6 +48,9 @@ _NEEDS = {
     "worse validation": _Need(
         2, ("val/fraction_correct_sampled_low|val/fraction_correct_greedy_low|val/score_sampled_low",)
     ),
+    "second reward": _Need(2 * WINDOW, ("reward/mean",)),
+    "rewarded form": _Need(2 * WINDOW, ("reward/mean", "form/repetition_mean")),
+    "one form": _Need(2 * WINDOW, ("reward/mean", "form/same_text_fraction|form/common_text_fraction")),
     "reward model": _Need(1, ("val/policy_score_mean",)),
     "rising loss": _Need(10, ("train/loss",)),
     "gradient spike": _Need(20, ("grad_norm/actor|grad_norm/critic",)),
@@ -56,6 +64,7 @@ def check_states(
     rewards: Sequence[str] = (),
     skipped: Collection[str] = (),
     bounds: Mapping[str, float] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> list[dict[str, str]]:
     """Return name, state and a note of each health check, in the order of the checks.
 
@@ -68,6 +77,7 @@ def check_states(
         rewards: names of the reward functions whose weight is not 0.
         skipped: names of checks that do not apply to the run.
         bounds: lowest accuracies of a reward model before PPO uses it, by metric.
+        weights: weight of each reward by name.
     """
     failed = {finding.check: finding for finding in findings}
     parts: dict[bool, list[Row]] = {True: [], False: []}
@@ -83,17 +93,21 @@ def check_states(
             state, note = _of_rewards(parts, rewards)
         elif name == "reward model" and not bounds:
             state, note = "not applicable", "only for a reward model with PolicyCheck"
+        elif name == "second reward" and (not weights or (len(weights) == 1 and all(weights.values()))):
+            state, note = "not applicable", "the run has one reward: add one with weight 0 that measures the task"
         else:
-            state, note = _state(_need(name, rewards), parts)
+            state, note = _state(_need(name, rewards, weights or {}), parts)
             if name == "critic" and state == "passed" and _is_exempt(parts[False]):
                 state, note = "not applicable", f"{note}, but rewards vary less than half as much as at the start"
         states.append({"name": name, "state": state, "note": note})
     return states
 
 
-def _need(name: str, rewards: Sequence[str]) -> _Need:
+def _need(name: str, rewards: Sequence[str], weights: Mapping[str, float]) -> _Need:
     """Return the metrics of a check; validations of a run with one reward function have its mean in any case."""
     need = _NEEDS[name]
+    if name == "second reward":
+        return _Need(need.steps, (f"reward/{min(weights, key=lambda reward: abs(weights[reward]))}",))
     if name in ("over-optimisation", "worse validation") and len(rewards) == 1:
         (metrics,) = need.metrics
         ending = "_low" if metrics.endswith("_low") else ""

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 from lightning_rlhf.callbacks.records.run_files import THUMBNAIL
 from lightning_rlhf.callbacks.records.run_history import VALIDATION_MARK, Row, is_validation
+from lightning_rlhf.extras.health.evidence import SHOWN_BY, responses_of
+from lightning_rlhf.extras.health.monitor import Finding
 from lightning_rlhf.extras.records.values import as_json, number, rounded
 from lightning_rlhf.extras.report.definitions import definitions
 from lightning_rlhf.extras.report.run_directory import RunDirectory, read_responses
@@ -127,19 +129,21 @@ def _data_of(run: RunDirectory, image_bytes: int, live: bool, signature: tuple[A
         signature: its signature.
     """
     rows = run.rows()
-    findings = run.findings(rows)
+    failed = run.findings(rows)
+    findings = [{**asdict(finding), "responses": shown_by(finding, run)} for finding in failed]
     files, validations = run.rollout_files(), run.rollout_files("validation")
     steps = list(files)
     ends = {step: read_responses(files[step], tokens=False) for step in sorted({*steps[:1], *steps[-1:]})}
     samples = [{"step": step, "rows": samples_of(responses)} for step, responses in ends.items()]
     answers = [] if live else answers_of(validations)
     shown = [row for part in (*samples[::-1], *answers) for row in part["rows"]]  # the newest responses first
+    shown += [row for finding in findings for row in finding["responses"]]
     training, validation = split_rows(rows)
     return {
         "training": _columns(training),
         "validation": _columns(validation),
-        "findings": [asdict(finding) for finding in findings],
-        "checks": run.checks(rows, findings),
+        "findings": findings,
+        "checks": run.checks(rows, failed),
         "config": setting_texts(run.config()),
         "environment": run.environment(),
         "rewards": [reward_quantiles(step, paths) for step, paths in files.items()],
@@ -148,6 +152,14 @@ def _data_of(run: RunDirectory, image_bytes: int, live: bool, signature: tuple[A
         "validations": list(validations),
         **({} if live else {"answers": answers, "thumbnails": _thumbnails_of(run, shown, image_bytes)}),
     }
+
+
+def shown_by(finding: Finding, run: RunDirectory) -> list[dict[str, Any]]:
+    """Return the responses of a step that show a finding; none without a file of the step."""
+    if finding.check not in SHOWN_BY:
+        return []
+    rows = read_responses(run.rollout_files().get(finding.step, []), tokens=False)
+    return [_sample(row) for row in responses_of(finding.check, finding.metric, rows)]
 
 
 def split_rows(rows: Sequence[tuple[int, Row]]) -> tuple[list[tuple[int, Row]], list[tuple[int, Row]]]:

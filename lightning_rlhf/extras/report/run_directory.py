@@ -155,6 +155,7 @@ class RunDirectory:
                 "rewards": [str(name) for name in settings.get("rewards", [])],
                 "skipped": {str(name) for name in settings.get("skipped", [])},
                 "bounds": {str(name): float(bound) for name, bound in settings.get("bounds", {}).items()},
+                "weights": {str(name): float(weight) for name, weight in settings.get("weights", {}).items()},
             }
 
     def _json(self, name: str) -> dict[str, Any]:

@@ -13,8 +13,11 @@ def steps(count, **metrics):
     return [{name: value(i) if callable(value) else value for name, value in names.items()} for i in range(count)]
 
 
-def findings(rows, rewards=()):
-    monitor = HealthMonitor(rewards, bounds={"val/pair_accuracy": 0.95, "val/policy_order": 0.98})
+WEIGHTS = {"a": 1.0, "b": 0.0}
+
+
+def findings(rows, rewards=(), weights=WEIGHTS):
+    monitor = HealthMonitor(rewards, bounds={"val/pair_accuracy": 0.95, "val/policy_order": 0.98}, weights=weights)
     for i, row in enumerate(rows):
         monitor.add(int(row.get("step", i + 1)), {k: v for k, v in row.items() if k != "step"})
     return monitor.findings
@@ -29,8 +32,18 @@ def test_reward_that_never_applies_is_reported_as_constant():
     assert not findings(rows, rewards=["a"])
 
 
+def around(start, end, size=0.1):
+    """Return a metric that alternates around one value in the first ten steps, and around another one later.
+
+    Successive values differ by ``2 size``, so that their variance is ``2 size^2``, and the standard error of the change
+    ``sqrt(0.4) size``: 0.0632 for 0.1.
+    """
+    return lambda i: (start if i < 10 else end) + size * (-1) ** i
+
+
 LEARNING = {"reward__mean": lambda i: 0.1 + 0.05 * i, "reward__std": 0.4}
 POLICY_CHECK = {"val/policy_score_mean": 0.0}  # at the end of training
+RISING = {"reward__mean": around(0.3, 0.9)}
 FLAT = {"reward__mean": 0.3, "reward__std": 0.4}
 
 
@@ -95,6 +108,20 @@ CASES = {
     ),
     "worse validation": (
         with_intervals([0.2, 0.5, 0.6, 0.5, 0.39, 0.4]), 25, 0.39, 0.5, with_intervals([0.2, 0.5, 0.6, 0.5, 0.41, 0.4]),
+    ),
+    "second reward": (
+        steps(20, reward__a=around(0.3, 0.8), reward__b=around(0.6, 0.28)), 20, 0.28, 0.6 - 5 * 0.0632456,
+        steps(20, reward__a=around(0.3, 0.8), reward__b=around(0.6, 0.29)),
+    ),
+    "rewarded form": (
+        steps(20, **RISING, form__repetition_mean=around(0.1, 0.5), form__repetition_correlation=0.91),
+        20, 0.91, 0.9,
+        steps(20, **RISING, form__repetition_mean=around(0.1, 0.5), form__repetition_correlation=0.89),
+    ),
+    "one form": (
+        steps(20, **RISING, form__common_text_fraction=lambda i: 0.1 if i < 3 else 0.95),
+        20, 0.95, 0.9,
+        steps(20, **RISING, form__common_text_fraction=lambda i: 0.1 if i < 3 else 0.85),
     ),
     "reward model": (
         [{"val/pair_accuracy": 0.9}, {"val/pair_accuracy": 0.96, "val/policy_order": 0.97, **POLICY_CHECK}],

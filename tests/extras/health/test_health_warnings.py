@@ -106,6 +106,7 @@ def test_report_has_the_checks_of_the_run(run, tmp_path, caplog):
         "rewards": ["half_of_them"],
         "skipped": ["clipping"],
         "bounds": {},
+        "weights": {"half_of_them": 1.0, "only_logged": 0.0},
     }
     (tmp_path / "health_settings.json").unlink()
     assert "constant reward" in [finding.check for finding in RunDirectory(tmp_path).findings()]

@@ -69,6 +69,23 @@ def test_charts_have_the_numbers_of_the_run(page, run_directory):
     assert not browser.problems
 
 
+def test_finding_shows_its_responses(page, run_directory):
+    rows = [
+        {"step": i + 1, "reward/liked": float(i > 9), "reward/right": float(i < 10), "rollout/truncated_fraction": 0.5}
+        for i in range(20)
+    ]
+    responses = [{**row, "rewards": {"liked": row["reward"], "right": 1 - row["reward"]}} for row in RESPONSES]
+    folder = run_directory("a", rows, {20: responses})
+    (folder / "health_settings.json").write_text(json.dumps({"weights": {"liked": 1.0, "right": 0.0}}))
+    browser = page(folder)
+    shown = "[...document.querySelectorAll('.finding')].map((one) => one.querySelectorAll('.sample').length)"
+    assert sorted(browser.evaluate(shown)) == [0, 4]
+    browser.evaluate("document.querySelector('.finding details').open = true")
+    for text in ("4 responses of step 20", "answer 3", "right -2"):
+        browser.wait(f"document.querySelector('.finding details').innerText.includes({json.dumps(text)})")
+    assert not browser.problems
+
+
 def test_intervals_are_bands_around_their_metric(page, run_directory):
     bounds = {"val/fraction_correct_greedy_low": 0.2, "val/fraction_correct_greedy_high": 0.4}
     rows = [{**row, **bounds} if "val/fraction_correct_greedy" in row else row for row in ROWS]

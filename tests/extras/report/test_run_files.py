@@ -11,7 +11,7 @@ from lightning_rlhf.extras.report import command as report
 from lightning_rlhf.extras.report.check_states import _NEEDS, check_states
 from lightning_rlhf.extras.report.page import report_page, run_data, shortened
 from lightning_rlhf.extras.report.run_directory import RunDirectory, read_responses
-from tests.extras.health.test_health_checks import CASES, steps
+from tests.extras.health.test_health_checks import CASES, WEIGHTS, steps
 from tests.extras.report.test_report_page import RESPONSES, ROWS
 
 
@@ -191,13 +191,13 @@ def test_trailing_missing_values_of_tokens_are_omitted(tmp_path):
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def states_of(rows, rewards=(), skipped=()):
+def states_of(rows, rewards=(), skipped=(), weights=WEIGHTS):
     bounds = {"val/pair_accuracy": 0.95, "val/policy_order": 0.98}
-    monitor = HealthMonitor(rewards, skipped, bounds)
+    monitor = HealthMonitor(rewards, skipped, bounds, weights)
     pairs = [(int(row.get("step", i + 1)), {k: v for k, v in row.items() if k != "step"}) for i, row in enumerate(rows)]
     for step, row in pairs:
         monitor.add(step, row)
-    states = check_states(pairs, monitor.findings, rewards, skipped, bounds)
+    states = check_states(pairs, monitor.findings, rewards, skipped, bounds, weights)
     assert [state["name"] for state in states] == list(CHECKS)
     return {state["name"]: (state["state"], state["note"]) for state in states}
 
@@ -239,6 +239,12 @@ def test_check_that_needs_more_steps_is_too_early(name):
     shown = [row for row in passes if any(key.startswith("val/") for key in row)] if unit == "validations" else passes
     assert states_of(shown[: needed - 1], ["a"])[name] == ("too early", f"{needed - 1} of {needed} {unit}")
     assert states_of(shown[:needed], ["a"])[name][0] == "passed"
+
+
+@pytest.mark.parametrize(("weights", "state"), [({}, False), ({"a": 1.0}, False), ({"a": 0.0}, True), (WEIGHTS, True)])
+def test_check_of_a_second_reward_applies_to_runs_that_have_one(weights, state):
+    rows = CASES["second reward"][-1]
+    assert (states_of(rows, ["a"], weights=weights)["second reward"][0] != "not applicable") is state
 
 
 def test_check_of_a_run_without_steps_is_too_early():

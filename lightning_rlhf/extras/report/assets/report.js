@@ -96,6 +96,14 @@
       element("div", { class: "scroll" }, element("table", {}, ...rows)))];
   }
 
+  /** The responses that show a finding, folded. */
+  function responsesOf(found, run) {
+    if (!found.responses?.length) return [];
+    const title = `${counted(found.responses.length, "response")} of step ${found.step}`;
+    return [element("details", {}, element("summary", { text: title }),
+      element("div", { class: "samples" }, ...found.responses.map((row) => card(row, run))))];
+  }
+
   const health = element("div");
   section("health", "Health checks").append(health);
   fills.push(() => {
@@ -112,7 +120,8 @@
         health.append(element("div", { class: "finding" },
           element("b", { text: `${found.check}, step ${found.step}` }), element("div", { text: `${found.message}.` }),
           element("div", { class: "muted", text: `${found.remedy}.` }),
-          ...(now === undefined ? [] : [element("div", { class: "muted", text: `At the last step, ${found.metric} was ${short(now)}.` })])));
+          ...(now === undefined ? [] : [element("div", { class: "muted", text: `At the last step, ${found.metric} was ${short(now)}.` })]),
+          ...responsesOf(found, i)));
       }
       health.append(...checksOf(run));
     });

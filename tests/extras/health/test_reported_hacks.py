@@ -68,9 +68,9 @@ REPORTS = {
           "val/accuracy_sampled_change_low": -0.26, "val/accuracy_sampled_change_high": -0.14}],
         {"format": 1.0, "accuracy": 0.0}, {"second reward"},
     ),
-    "the score of a reward model rises, and ROUGE falls": (
-        steps(40, reward__mean=noisy(0.0, 2.0, 0.1), reward__rouge=noisy(0.29, 0.02)),
-        {"rouge": 0.0}, {"second reward"},
+    "the score of a reward model rises, and the overlap with the reference falls": (
+        steps(40, reward__mean=noisy(0.0, 2.0, 0.1), reward__overlap=noisy(0.29, 0.02)),
+        {"overlap": 0.0}, {"second reward"},
     ),
     "a reward model likes each further word of thanks": (
         written(40, thanks, lambda text: text.count("thanks")), {}, {"rewarded form"},

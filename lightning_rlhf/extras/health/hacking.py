@@ -107,9 +107,11 @@ def one_form(history: HealthHistory) -> Failure | None:
 
 
 def _rises_alone(history: HealthHistory) -> bool:
-    """Return whether the reward has risen very clearly, and no second measure has risen at all."""
-    risen = history.shift("reward/mean").errors >= _VERY_CLEAR
-    return risen and not any(shift.errors >= _FOLLOWED for shift in _second_measures(history))
+    """Return whether the reward has risen very clearly, but no second measure, and at most one of its parts."""
+    parts = {name: weight for name, weight in history.weights.items() if weight}
+    followed = [history.shift(f"reward/{name}").errors * _sign(weight) >= _FOLLOWED for name, weight in parts.items()]
+    measured = any(shift.errors >= _FOLLOWED for shift in _second_measures(history))
+    return history.shift("reward/mean").errors >= _VERY_CLEAR and sum(followed) < 2 and not measured
 
 
 def _second_measures(history: HealthHistory) -> list[Shift]:

@@ -151,6 +151,14 @@ def test_form_must_explain_more_without_a_second_measure(correlation, alone, bes
     assert failed(steps(20, **RISING, **form, reward__b=around(0.3, 0.3))) == ["rewarded form"] * beside
 
 
+def test_form_may_change_while_two_parts_of_the_reward_rise():
+    rows = steps(20, **RISING, **FORM, reward__a=around(0.3, 0.9), reward__c=around(0.3, 0.5))
+    assert failed(rows, weights={"a": 1.0, "c": 0.5}) == []
+    assert failed(rows, weights={"a": 1.0}) == ["rewarded form"]
+    penalty = steps(20, **RISING, **FORM, reward__a=around(0.3, 0.9), reward__c=around(0.5, 0.3))
+    assert failed(penalty, weights={"a": 1.0, "c": -0.5}) == []
+
+
 def test_common_opening_is_found_only_with_a_second_measure_that_has_not_risen():
     rows = steps(20, **RISING, **ONE_OPENING)
     assert failed(rows) == []

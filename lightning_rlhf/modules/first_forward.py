@@ -72,7 +72,8 @@ class FirstForward(OldScores):
             rollout: rows of this rank.
             seed: seed of the order of the rows.
         """
-        rows = rollout.map(module.data_ranks.gather) if module.data_ranks.size > 1 else rollout
+        rows = replace(rollout, experts=None)  # the largest part of a rollout, which is not needed here
+        rows = rows.map(module.data_ranks.gather) if module.data_ranks.size > 1 else rows
         rows = rows[rows.position.argsort(stable=True)]
         if len(rows.position.unique()) < len(rows):  # ranks that number their rows from 0
             return None

@@ -130,8 +130,7 @@ def test_engine_returns_the_experts_that_its_routers_chose(program, tmp_path, dt
     if "V2" not in program:
         pytest.skip("vLLM returns experts with model runner V2")
     source = FromConfig(MOE, seed=1, dtype=dtype)
-    engine = VLLMEngine()
-    engine.return_experts()
+    engine = VLLMEngine(arguments={"enable_return_routed_experts": True})
     engine.start(setup_of(source, tmp_path))
     try:
         actor = pushed(engine, source, 1)

@@ -202,6 +202,8 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def return_experts(self) -> None:
+        if not torch.cuda.is_available():
+            raise UsageError("vLLM returns the experts that it chose on GPUs only: use TransformersEngine")
         self._arguments["enable_return_routed_experts"] = True
 
     def join(self, setup: EngineSetup, group: RankGroup) -> None:

@@ -19,6 +19,7 @@ from lightning_rlhf.rollout.generation import PendingCompletions
 from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.source import StepRequests
 from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import Completion, RoutedExperts, TokenPrompt
 from tests.callbacks.test_staleness import Interrupt
 from tests.environments import worlds
@@ -203,6 +204,9 @@ def test_dense_actors_are_rejected_before_the_engine_starts(run):
 
 
 def test_engines_without_experts_are_rejected(run):
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="on GPUs only: use TransformersEngine"):
+            VLLMEngine().return_experts()
     made = run(model={"actor": Mixture()}, callbacks=[RouterReplay()])
     assert isinstance(made.engine, ScriptedEngine)
     with pytest.raises(UsageError, match="ScriptedEngine does not return the experts"):

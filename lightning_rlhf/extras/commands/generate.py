@@ -91,9 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16 with a GPU, else float32)")
     model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
     model.add_argument("--environment", metavar="CONFIG.yaml", help="run whose environment replies to the model")
-    model.add_argument("--server", metavar="URL", help="server with OpenAI's API, used instead of an engine")
+    model.add_argument(
+        "--server", nargs="+", metavar="URL", help="servers of a model with OpenAI's API, used instead of an engine"
+    )
     model.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
-    model.add_argument("--concurrency", type=int, metavar="N", default=50, help="requests at a time (default: 50)")
+    model.add_argument(
+        "--concurrency", type=int, metavar="N", default=50, help="requests to a server at once (default: 50)"
+    )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("-n", type=int, default=1, help="responses per prompt (default: 1)")
     sampling.add_argument("--temperature", type=float, metavar="T", default=1.0, help="0 is greedy (default: 1)")

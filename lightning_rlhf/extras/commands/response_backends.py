@@ -361,38 +361,52 @@ def weights_digest(model: str) -> str:
 
 
 class ServerBackend:
-    """A server with OpenAI's API: it continues text, and applies its chat template to messages.
+    """Servers of a model with OpenAI's API: they continue text, and apply their chat template to messages.
+
+    A request goes to the server with the fewest unfinished ones; one that fails gets none for a while.
 
     Args:
-        url: address, for example ``http://127.0.0.1:8000``.
+        urls: addresses, for example ``http://127.0.0.1:8000``.
         key_env: name of the environment variable with the key; None sends no key.
-        model: name of the model on the server; None uses the server's only model.
+        model: name of the model on the servers; None uses their only model.
         sampling: sampling parameters.
-        concurrency: largest number of concurrent requests.
+        concurrency: largest number of concurrent requests to each server.
     """
 
     def __init__(
-        self, url: str, key_env: str | None, model: str | None, sampling: SamplingParams, concurrency: int
+        self, urls: Sequence[str], key_env: str | None, model: str | None, sampling: SamplingParams, concurrency: int
     ) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+        urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        if repeated := [url for url in urls if urls.count(url) > 1]:
+            raise UsageError(f"--server has {repeated[0]} twice: list each server once")
+        self._urls = ", ".join(urls)
         self._sampling = sampling
         self._clients = {
-            route: Client(Endpoint(f"{self._url}/v1/{route}", key_env, _SERVER_SECONDS, _TRIES, concurrency))
+            route: Client(
+                Endpoint([f"{url}/v1/{route}" for url in urls], key_env, _SERVER_SECONDS, _TRIES, concurrency)
+            )
             for route in ("completions", "chat/completions")
         }
-        self._model = model or self._only_model(key_env)
+        self._model = model or self._common_model(urls, key_env)
 
-    def _only_model(self, key_env: str | None) -> str:
+    def _common_model(self, urls: Sequence[str], key_env: str | None) -> str:
+        served = {url: self._only_model(url, key_env) for url in urls}
+        if len(set(served.values())) > 1:
+            names = ", ".join(f"{name} at {url}" for url, name in served.items())
+            raise UsageError(f"the servers have different models: {names}. List servers of one model")
+        return served[urls[0]]
+
+    def _only_model(self, url: str, key_env: str | None) -> str:
         import httpx
 
         headers = {}
         if key_env:
             headers = {"Authorization": f"Bearer {read_key(key_env)}"}
-        models = f"{self._url}/v1/models"
+        models = f"{url}/v1/models"
         try:
             response = httpx.get(models, headers=headers, timeout=30, trust_env=False)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise UsageError(f"no server answers at {self._url} ({error}): start it, or change --server") from error
+            raise UsageError(f"no server answers at {url} ({error}): start it, or change --server") from error
         if response.status_code != 200:
             raise UsageError(f"{models} answered {response.status_code}{_HINTS.get(response.status_code, '')}")
         try:
@@ -400,7 +414,7 @@ class ServerBackend:
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{models} lists no models{_HINTS[404]}") from error
         if len(names) != 1:
-            raise UsageError(f"{self._url} serves {', '.join(names) or 'no model'}: set --model to one of them")
+            raise UsageError(f"{url} serves {', '.join(names) or 'no model'}: set --model to one of them")
         return names[0]
 
     def identity(self) -> dict[str, Any]:
@@ -447,7 +461,7 @@ class ServerBackend:
 
     def prepare(self, longest: int, log: Path) -> str:
         """See :class:`EngineBackend`."""
-        return f"{self._model} at {self._url}"
+        return f"{self._model} at {self._urls}"
 
     def generate(self, requests: Sequence[ResponseRequest]) -> list[Response]:
         """See :class:`EngineBackend`."""
@@ -476,7 +490,7 @@ class ServerBackend:
             text = choice["message"]["content"] if prompt.messages else choice["text"]
             return Response(text or "", usage.get("completion_tokens"), choice["finish_reason"])
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise RunError(f"{self._url}/v1/{route} returned an invalid completion: {start_of_reply(reply)}") from error
+            raise RunError(f"{self._urls}: {route} returned an invalid completion: {start_of_reply(reply)}") from error
 
     async def _post_until_free(self, route: str, request: Request) -> Any:
         """Send a request; retry for up to an hour while the server is busy."""

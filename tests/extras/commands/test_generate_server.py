@@ -87,6 +87,57 @@ def test_text_prompts_are_completed_and_messages_are_answered(generate, stub):
     assert {(body["model"], body["temperature"], body["max_tokens"]) for _, body in stub.requested} == {("m", 0.5, 512)}
 
 
+@pytest.fixture
+def second():
+    with Stub() as stub:
+        thread = threading.Thread(target=stub.serve_forever, daemon=True)
+        thread.start()
+        yield stub
+        stub.shutdown()
+        thread.join()
+
+
+ROWS = [{"prompt": f"row {number}"} for number in range(40)]
+REVERSED = [[f"row {number}"[::-1]] for number in range(40)]
+
+
+def responses():
+    return [row["responses"] for row in read_lines(Path("out.jsonl"))]
+
+
+def test_several_servers_share_the_requests_and_the_output_is_in_order(generate, stub, second):
+    assert generate("--server", stub.url, second.url, "--concurrency", "1", rows=ROWS) == (0, "")
+    assert responses() == REVERSED
+    assert len(stub.requested) + len(second.requested) == 40
+    assert min(len(stub.requested), len(second.requested)) > 5
+    assert len({body["seed"] for _, body in stub.requested + second.requested}) == 40
+
+
+def test_a_server_that_fails_leaves_its_requests_to_the_others(generate, stub, second):
+    second.answers = [(500, {})] * 100
+    assert generate("--server", stub.url, second.url, rows=ROWS) == (0, "")
+    assert responses() == REVERSED
+    assert len(stub.requested) == 40
+
+
+def test_other_servers_continue_a_file(generate, stub, second):
+    stub.answers = [(200, {"choices": [{"text": "x", "finish_reason": "stop"}]}), (400, {"error": "too odd"})]
+    assert generate("--batch-size", "1", rows=ROWS[:2])[0] == 1
+    assert generate("--server", second.url, stub.url, rows=ROWS[:2])[0] == 0
+    assert responses() == [["x"], ["1 wor"]]
+
+
+def test_servers_of_different_models_and_a_server_twice_are_rejected(generate, stub, second):
+    second.models = (200, {"data": [{"id": "other"}]})
+    code, error = generate("--server", stub.url, second.url)
+    assert code == 2
+    assert f"the servers have different models: m at {stub.url}, other at {second.url}" in error
+    code, error = generate("--server", stub.url, f"{stub.url}/v1")
+    assert code == 2
+    assert f"--server has {stub.url} twice" in error
+    assert generate("--server", stub.url, second.url, "--model", "m") == (0, "")
+
+
 def test_busy_server_is_retried(generate, stub):
     stub.answers = [(429, {"error": "try again later"})] * 5 * response_backends._TRIES
     assert generate() == (0, "")

@@ -215,7 +215,8 @@ class RoutedExperts(TensorBatch):
         known = [row for row in rows if row is not None]
         if not known:
             return None
-        tokens, layers, choices = max(len(row) for row in known), *known[0].shape[1:]
+        layers, choices = known[0].shape[1:]
+        tokens = max(map(len, known))
         numbers = torch.zeros(len(rows), tokens, layers, choices, dtype=torch.int16)
         for of_row, row in zip(numbers, rows, strict=True):
             if row is not None:

@@ -153,14 +153,7 @@ class RolloutSettings:
         check_texts_only(vars(self), data)
         if self.given_responses is not None:
             self._check_given(self.given_responses, trainer, module)
-        check_val_metric(self.val_metric, labels)
-        if self.environment is not None and self.longest_response > self.max_response_tokens:
-            raise UsageError(
-                f"val_samples has max_response_tokens {self.longest_response}, but conversations with an environment "
-                f"have the limits of training: remove it"
-            )
-        if self.val_metric is not None and "val" not in data.reports:
-            log.warning("val_metric is %r, but there is no validation data: set data.init_args.val", self.val_metric)
+        self._check_validation(data, labels)
         if not any(getattr(callback, "writes_metrics", False) for callback in callbacks):
             log.info(
                 "The Trainer lacks the default callbacks, so this run has no metrics.csv, report or health checks: use "
@@ -182,6 +175,21 @@ class RolloutSettings:
             for warnings_of in offered("reward_warnings"):
                 for warning in warnings_of(rewards, data):
                     log.warning(warning)
+
+    def _check_validation(self, data: PromptDataModule, labels: list[str]) -> None:
+        """Validate the settings of validations; warn of a metric without data.
+
+        Raises:
+            ValueError: the metric is not a reward, or conversations should have another length.
+        """
+        check_val_metric(self.val_metric, labels)
+        if self.environment is not None and self.longest_response > self.max_response_tokens:
+            raise UsageError(
+                f"val_samples has max_response_tokens {self.longest_response}, but conversations with an environment "
+                f"have the limits of training: remove it"
+            )
+        if self.val_metric is not None and "val" not in data.reports:
+            log.warning("val_metric is %r, but there is no validation data: set data.init_args.val", self.val_metric)
 
     def _check_given(self, responses: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
         """Validate that module and data can use given responses.

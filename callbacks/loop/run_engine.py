@@ -66,9 +66,8 @@ class RunEngine:
         self._limits = sampling.limits
         self.uses_gpu = False
         engine.check(sampling)
-        for callback in trainer.callbacks:
-            if hasattr(callback, "prepare_engine"):
-                callback.prepare_engine(engine, module)
+        for callback in [each for each in trainer.callbacks if hasattr(each, "prepare_engine")]:
+            callback.prepare_engine(engine, module)
         check_overlap(engine, max_staleness)
         self._directory = make_engine_directory(trainer, self._source)
 

@@ -86,12 +86,8 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     width = max(rollout.response_ids.shape[1] for rollout in rollouts)
     allowed = [rollout.allowed for rollout in rollouts]
     routed = next((rollout.experts for rollout in rollouts if rollout.experts is not None), None)
-    joined: Rollout = _joined(
-        [
-            dataclasses.replace(rollout, allowed=None, experts=rollout.experts or _unknown(routed, len(rollout)))
-            for rollout in rollouts
-        ]
-    )
+    parts = [dataclasses.replace(each, allowed=None, experts=_experts(each, routed)) for each in rollouts]
+    joined: Rollout = _joined(parts)
     first = torch.tensor([0, *(int(rollout.group.max()) + 1 for rollout in rollouts[:-1])]).cumsum(0)
     group = torch.cat([rollout.group + start for rollout, start in zip(rollouts, first, strict=True)])
     known = [each for each in allowed if each is not None]
@@ -101,9 +97,11 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     return dataclasses.replace(joined, group=group)
 
 
-def _unknown(experts: RoutedExperts | None, rows: int) -> RoutedExperts | None:
-    """Return unknown experts of some rows, in the layers of others."""
-    return experts and dataclasses.replace(experts, numbers=torch.zeros_like(experts.numbers[:1]).repeat(rows, 1))
+def _experts(rollout: Rollout, others: RoutedExperts | None) -> RoutedExperts | None:
+    """Return the experts of a rollout; unknown ones in the layers of others if it has none."""
+    if rollout.experts is not None or others is None:
+        return rollout.experts
+    return dataclasses.replace(others, numbers=torch.zeros_like(others.numbers[:1]).repeat(len(rollout), 1))
 
 
 def _joined(values: Sequence[Any]) -> Any:

@@ -103,7 +103,9 @@ class CausalLM(nn.Module):
         ranks = self.sequence_ranks
         packing = layout_of(input_ids, packing, ranks)
         with nullcontext() if adapters else adapters_disabled(self.lm):
-            hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features, ranks, experts)
+            hidden = hidden_states(
+                self.lm, input_ids, packing, images, cache=self.image_features, ranks=ranks, experts=experts
+            )
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
         in_row = flat_index(input_ids, index, packing).flatten()[scored]
         if ranks is not None:

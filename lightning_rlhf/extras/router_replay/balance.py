@@ -38,7 +38,8 @@ class BalanceLoss:
         if module.layout.divides_rows:
             raise UsageError("balance_coef does not work with sequence_parallel_size above 1: remove one of them")
         routers.keeps_probabilities = True
-        self._module, self._routers, self._coef = module, routers, coef
+        self._module, self._routers = module, routers
+        self._coef = coef
         self._rollout: Rollout | None = None
         self.is_used = False
 

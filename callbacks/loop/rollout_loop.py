@@ -87,7 +87,7 @@ class RolloutLoop(RolloutSettings, Callback):
     provides_rollouts = True
     max_response_tokens: int
     val_sampling: ValidationSamples
-    _configured_tokens: int | None = None  # max_response_tokens during fast_dev_run, whose responses are shorter
+    _configured: tuple[int, ValidationSamples] | None = None  # during fast_dev_run, whose responses are shorter
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +139,7 @@ class RolloutLoop(RolloutSettings, Callback):
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Validate the run, start the engine, and make the parts of the rollouts."""
         if trainer.fast_dev_run:
-            self._configured_tokens = self.max_response_tokens
+            self._configured = self.max_response_tokens, self.val_sampling
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
             self.val_sampling = replace(self.val_sampling, max_response_tokens=None)
         self.check(trainer, pl_module)
@@ -183,9 +183,9 @@ class RolloutLoop(RolloutSettings, Callback):
         self._close()
 
     def _close(self) -> None:
-        if self._configured_tokens is not None:  # a later run with this callback has whole responses
-            self.max_response_tokens = self._configured_tokens
-            self._configured_tokens = None
+        if self._configured is not None:  # a later run with this callback has whole responses
+            self.max_response_tokens, self.val_sampling = self._configured
+            self._configured = None
         # Responses that arrive until the engine is closed would start processes of rewards again.
         for part in (self._engine, self._sampler, self.reward_executor, *self.reward_executor.functions):
             if part is not None:

@@ -101,5 +101,11 @@ def test_other_lengths_of_conversations_and_of_short_models_are_rejected(run):
 def test_a_trial_run_is_as_short_as_before(run):
     made = run(loop={"val_samples": ValidationSamples(2, max_response_tokens=40)}, trainer={"fast_dev_run": 1})
     assert isinstance(made.engine, ScriptedEngine)
+    lengths = []
+    generate = made.engine.generate
+    made.engine.generate = lambda prompts, sampling, seeds: (
+        lengths.append(sampling.max_tokens) or generate(prompts, sampling, seeds)
+    )
     made.fit()
-    assert made.loop.val_sampling.max_response_tokens is None
+    assert set(lengths) == {4}
+    assert made.loop.val_sampling.max_response_tokens == 40  # of a later run with this callback

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.extras.router_replay.routers import ForcedRouters
+from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.extras.router_replay.routers import ForcedRouters, loads_of
 from lightning_rlhf.models.causal import flat_index
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -47,7 +47,9 @@ class BalanceLoss:
         """Return the weighted loss of each token, (B, T), after the actor's forward pass over these rows. All ranks."""
         self.is_used = True
         rollout = self._module.last_rollout
-        if rollout is not None and rollout is not self._rollout and rollout.experts is not None:
+        if rollout is None or rollout.experts is None:
+            raise RunError("RouterReplay has nothing to balance: the engine returned no experts")
+        if rollout is not self._rollout:
             self._rollout, self._fractions = rollout, self._fractions_of(rollout, rollout.experts)
         input_ids, index, packing = self._module.layout.lay_out(rows.rollout)
         places = flat_index(input_ids, index, packing)
@@ -61,10 +63,6 @@ class BalanceLoss:
         """Return f of each layer, (L, E). All ranks."""
         sampled = (rollout.response_mask & rollout.included.unsqueeze(1)).nonzero()
         rows, positions = sampled[:, 0], sampled[:, 1] + rollout.prompt_lengths[sampled[:, 0]] - 1
-        chosen = experts.at(rows, positions).long()
-        count = self._routers.routing.experts
-        layers = torch.arange(experts.layers, device=chosen.device).view(-1, 1) * (count + 1)
-        loads = torch.bincount((chosen + 1 + layers).flatten(), minlength=experts.layers * (count + 1))
-        ranks = self._module.data_ranks
-        of_all = ranks.sum(loads.view(experts.layers, -1).float())[:, 1:]
+        loads = loads_of(experts.at(rows, positions), self._routers.routing.experts)
+        of_all = self._module.data_ranks.sum(loads)
         return of_all / of_all.sum(dim=1, keepdim=True).clamp(min=1) * experts.choices

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_rlhf.callbacks.loop.checks import check_module
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.callbacks.loop.checks import check_module, last_step_of
+from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.extras.router_replay.balance import BalanceLoss
-from lightning_rlhf.extras.router_replay.routers import ForcedRouters, Routing
+from lightning_rlhf.extras.router_replay.routers import ForcedRouters, Routing, loads_of
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.ranges import check_range
 from lightning_rlhf.rollout.clock import sum_over_ranks
@@ -28,8 +30,8 @@ class RouterReplay(Callback):
     "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", Ma et al. 2025.
 
     The choice is replaced in all passes of the actor over responses that the engine sampled: before the updates and in
-    them. Reference and critic choose themselves, and so does the actor for responses from the data and for the last
-    token, on whose experts no log-prob depends. All responses to a prompt have its experts from the first of them,
+    them. Reference and critic choose themselves, and so does the actor for the last token, on whose experts no log-prob
+    depends. All responses to a prompt have its experts from the first of them,
     because a pass may read the prompt only once.
 
     You see how often the choice was replaced, and how unevenly experts are used.
@@ -55,8 +57,15 @@ class RouterReplay(Callback):
         engine.return_experts()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Validate the module."""
+        """Validate the module, and that the engine samples all responses.
+
+        Raises:
+            UsageError: some responses are from the data, whose experts are unknown; a rank could have no others.
+        """
         check_module(self, pl_module, RLHFModule)
+        loops: list[Any] = [each for each in trainer.callbacks if isinstance(each, RolloutLoop)]
+        if any(loop.given_responses is not None for loop in loops):
+            raise UsageError("RouterReplay cannot be combined with given_responses of RolloutLoop: remove one of them")
 
     def on_fit_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Prepare the actor's routers."""
@@ -79,13 +88,14 @@ class RouterReplay(Callback):
         given, replaced = self._routers.replaced_counts()
         totals = sum_over_ranks({"given": given, "replaced": replaced}, ranks, pl_module.device)
         kind = type(pl_module).__name__
-        if not totals["given"]:
+        updated = last_step_of(self, pl_module).actor_updates > 0  # not while a critic warms up
+        if updated and not totals["given"]:
             reason = "the engine returned no experts" if experts is None else "its loss calls the actor without them"
             raise RunError(f"RouterReplay changed nothing in a step of {kind}: {reason}")
-        if any(isinstance(loss, BalanceLoss) and not loss.is_used for loss in pl_module.added_losses):
+        if updated and any(isinstance(loss, BalanceLoss) and not loss.is_used for loss in pl_module.added_losses):
             raise RunError(f"the loss of {kind} does not add those of callbacks: remove balance_coef of RouterReplay")
-        metrics = {"router/replaced_fraction": totals["replaced"] / totals["given"]}
-        if experts is not None:
+        metrics = {"router/replaced_fraction": totals["replaced"] / totals["given"] if totals["given"] else math.nan}
+        if experts is not None and self._routers.sparse_layers:
             loads = ranks.sum(expert_loads(experts, self._routers.routing.experts))
             by_layer = {layer: max_violation(loads[layer]) for layer in sorted(self._routers.sparse_layers)}
             metrics["router/max_violation_mean"] = sum(by_layer.values()) / len(by_layer)
@@ -108,11 +118,8 @@ def expert_loads(routed: RoutedExperts, experts: int) -> Tensor:
         routed: experts of some rows.
         experts: E, number of experts of a layer.
     """
-    layers = torch.arange(routed.layers, device=routed.numbers.device).view(-1, 1) * (experts + 1)
-    counts = torch.zeros(routed.layers * (experts + 1), device=routed.numbers.device)
-    for row in routed.numbers.view(torch.int16).unflatten(1, (-1, routed.layers, routed.choices)):
-        counts += torch.bincount((row.long() + layers).flatten(), minlength=len(counts))
-    return counts.view(routed.layers, -1)[:, 1:]  # without the unknown ones
+    by_row = routed.numbers.view(torch.int16).unflatten(1, (-1, routed.layers, routed.choices))
+    return torch.stack([loads_of(row - 1, experts) for row in by_row]).sum(dim=0)  # of all rows at once would be large
 
 
 def max_violation(loads: Tensor) -> float:

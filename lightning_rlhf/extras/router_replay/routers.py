@@ -53,6 +53,19 @@ class Routing(NamedTuple):
         return cls(experts, choices)
 
 
+def loads_of(chosen: Tensor, experts: int) -> Tensor:
+    """Return how many of N tokens passed each expert, (L, E) float32.
+
+    Args:
+        chosen: (N, L, K) experts, -1 where they are unknown.
+        experts: E.
+    """
+    layers = chosen.shape[1]
+    places = chosen.long() + 1 + torch.arange(layers, device=chosen.device).view(-1, 1) * (experts + 1)
+    counts = torch.bincount(places.flatten(), minlength=layers * (experts + 1))
+    return counts.view(layers, -1)[:, 1:].float()
+
+
 class Choice(TorchFunctionMode):
     """Observes how a layer chooses experts: by the ``topk`` over the scores of all experts, in every architecture.
 

@@ -16,11 +16,13 @@ from lightning_rlhf.extras.router_replay.routers import ForcedRouters
 from lightning_rlhf.models.causal import hidden_states
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.objectives.aggregation import TokenMean
+from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import RoutedExperts
-from tests.extras.router_replay.test_replay import LOOP, MOE, Mixture, trained
+from tests.extras.router_replay.test_replay import LOOP, MOE, Mixture, Silent, trained
 from tests.extras.router_replay.test_routers import chosen, others
 from tests.models.architectures import tiny
 from tests.stand_ins import Response, fit, responses, rollout_of
@@ -163,6 +165,19 @@ def test_experts_are_used_more_evenly_with_it(run):
         return sum(violations.values[-8:]) / 8
 
     assert violation(5.0) < 0.6 * violation(0.0)
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_steps_without_an_update_of_the_actor_are_no_error(run, coef):
+    model = {"critic_warmup_steps": 2, "correction": RolloutCorrection(bypass=True), "policy_loss": ReinforceLoss()}
+    done, steps = trained(run, TransformersEngine(), [RouterReplay(coef)], model=model)
+    assert len(steps) == 3
+    assert done.metrics["router/replaced_fraction"] == 0
+
+
+def test_missing_experts_are_named_before_the_first_update(run):
+    with pytest.raises(RunError, match="nothing to balance: the engine returned no experts"):
+        trained(run, Silent(), [RouterReplay(0.1)])
 
 
 def test_what_cannot_have_it_is_rejected(run):

@@ -16,6 +16,7 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rollout.ahead import _packed, _unpacked
 from lightning_rlhf.rollout.engine import finished
 from lightning_rlhf.rollout.generation import PendingCompletions
+from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.source import StepRequests
 from lightning_rlhf.rollout.transformers import TransformersEngine
@@ -179,7 +180,7 @@ def test_turns_of_a_conversation_keep_their_experts_and_so_do_branches():
     assert len(conversation.completion.token_ids) == 10  # with two tokens of the prompt, the last one has no experts
 
 
-def test_conversations_and_responses_from_the_data(run):
+def test_every_token_of_a_conversation_but_the_last_has_experts(run):
     environment = EnvironmentSettings(worlds.Echo, bridge="plain", max_turns=2, max_turn_tokens=3)
     loop = {"environment": environment, "rewards": [], "max_response_tokens": 12}
     done, steps = trained(run, TransformersEngine(), [RouterReplay()], loop=loop)
@@ -196,6 +197,12 @@ def test_adapters_keep_the_reference_without_experts(run):
     lora = LoRA(rank=2, alpha=4, target_modules=["q_proj", "v_proj"])
     done, _ = trained(run, TransformersEngine(), [RouterReplay()], model={"actor": Mixture(lora=lora)})
     assert done.metrics["router/replaced_fraction"] == 0
+
+
+def test_responses_from_the_data_are_rejected(run):
+    loop = {"given_responses": GivenResponses()}
+    with pytest.raises(UsageError, match="RouterReplay cannot be combined with given_responses"):
+        RouterReplay().setup(run(loop=loop, model={"actor": Mixture()}).trainer, run().module, "fit")
 
 
 def test_dense_actors_are_rejected_before_the_engine_starts(run):

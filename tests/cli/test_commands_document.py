@@ -85,7 +85,7 @@ def test_documented_commands_that_need_a_server_are_parsed():
     port = serve.make_parser().parse_args(["--model", "x"]).port
     adapters = serve.make_parser().parse_args(shlex.split(with_adapters)[2:]).adapter
     assert adapters == ["math=runs/math/export", "chat=runs/chat/export"]
-    assert (inputs.server, inputs.api_key_env) == (f"http://127.0.0.1:{port}", "KEY")
+    assert (inputs.server, inputs.api_key_env) == ([f"http://127.0.0.1:{port}"], "KEY")
 
 
 def test_functions_in_the_document_exist():

@@ -50,6 +50,7 @@ def alone(tmp_path_factory):
     return dict(zip(RUNS, answers, strict=False)), folder, start
 
 
+@pytest.mark.timeout(900)  # 16 runs of up to 8 ranks, on as few as two cores
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGY_RUNS)
 def test_three_updates_equal_those_of_one_process(strategy, ranks, alone, tmp_path):
     expected, folder, start = alone

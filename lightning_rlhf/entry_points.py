@@ -6,6 +6,7 @@ The core names no extra. It asks here, by the name of what it needs:
 ``agents``             class that runs conversations of agents, as :class:`~lightning_rlhf.extras.agents.loop.Agents`
 ``default_callback``   class of a callback that each run has, unless the trainer has one; a dot and a name may follow
 ``full_name``          function that returns the full name of a class by its short name, or None
+``given_responses``    module for ``given_responses``, as :mod:`lightning_rlhf.extras.algorithms.given_rollouts`
 ``gpu_buffer``         module that pushes weights within a GPU, as :mod:`lightning_rlhf.extras.gpu_buffer.transfer`
 ``images``             module that reads images and processors, as :mod:`lightning_rlhf.extras.images`
 ``quantization``       module that stores layers in 4 or 8 bits, as :mod:`lightning_rlhf.extras.quantization`

@@ -96,6 +96,7 @@ class RolloutLoop(RolloutSettings, Callback):
         self._parts: RolloutParts | None = None
         self._validation: RolloutValidation | None = None
         self.tokens_per_s = 0.0  # generated in the last step, over all ranks
+        self.sampled: SampledRollout | None = None  # of the last step, with its requests and what is not trained on
         self.conversations: dict[int, ConversationRecord] = {}  # of the last step, by position among its responses
 
     # -- one step ---------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class RolloutLoop(RolloutSettings, Callback):
         return replace(sampled, rewards=replace(sampled.rewards, earlier=sampled.reward_sums))
 
     def _log(self, sampled: SampledRollout, module: RLHFModule) -> None:
-        self.conversations = conversations_of(sampled.requests)
+        self.sampled, self.conversations = sampled, conversations_of(sampled.requests)
         engine = self.parts.sampler.engine
         restarted = engine.restarted if engine.traits.restarts else None
         metrics = rollout_metrics(sampled, module, self.parts.clock, self.max_staleness, restarted)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from lightning_rlhf.callbacks.loop.checks import tensor_ranks
 from lightning_rlhf.callbacks.loop.engine_comparison import PushChecks, check_first_rows
@@ -23,12 +25,11 @@ from lightning_rlhf.rollout.ahead import Ahead, RestoredCompletions, RestoringSa
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.conversations import EnvironmentSampler, conversation_sampler
 from lightning_rlhf.rollout.dynamic_sampling import WithContrast
-from lightning_rlhf.rollout.given_responses import GivenResponses, WithGiven
 from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
 from lightning_rlhf.rollout.weights import EngineWeights
-from lightning_rlhf.types import PromptBatch
+from lightning_rlhf.types import PromptBatch, Rollout
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ def make_parts(
     weights = EngineWeights(engine.engine, roles, device, dtype=engine.matrix_dtype, compare=compare, clock=clock)
     checks = PushChecks(sampler, module, settings.check_rows, settings.max_logprob_diff)
     restored = RestoredCompletions()
+    training = engine.engine.training_sampler(sampler)
     sampled = RolloutSource(
-        sampler=RestoringSampler(sampler, restored, engine.engine) if settings.max_staleness else sampler,
+        sampler=RestoringSampler(training, restored, engine.engine) if settings.max_staleness else training,
         sampling=Sampling(settings.group_size, settings.temperature, limits=settings.limits),
         executor=settings.reward_executor,
         weights=weights,
@@ -115,12 +117,16 @@ def make_parts(
         teacher_prompts = offered.teacher_prompts(settings, trainer, module)
         source = offered.WithTeacherPrompts(source, teacher_prompts, roles)
     if settings.given_responses is not None:
-        source = with_given_responses(source, settings.given_responses, settings, trainer, clock)
+        given = the_offered("given_responses").with_given_responses
+        source = given(source, settings.given_responses, settings, trainer, clock)
     if module.advantages.needs_greedy:
         source = WithGreedy(source, replace(sampled, sampling=Sampling(1, 0.0)))
     if settings.dynamic_sampling is not None:
-        share_engine = engine.engine.traits.ranks > tensor_ranks(trainer, module)
-        source = WithContrast(source, settings.dynamic_sampling, module.data_ranks, device, share_engine)
+        in_turns = engine.engine.traits.ranks > tensor_ranks(trainer, module) or "reward_model" in module.sources
+        reward = partial(total_reward, module)
+        source = WithContrast(
+            source, settings.dynamic_sampling, module.data_ranks, device, in_turns=in_turns, total_reward=reward
+        )
     rollouts: OnPolicy | Ahead = OnPolicy(source, weights)
     if settings.max_staleness:
         rollouts = Ahead(
@@ -136,22 +142,11 @@ def make_parts(
     return RolloutParts(sampler, weights, checks, rollouts, clock=clock, teacher_prompts=teacher_prompts)
 
 
-def with_given_responses(
-    source: Source, given: GivenResponses, settings: RolloutSettings, trainer: Trainer, clock: Clock
-) -> Source:
-    """Return a source that adds given responses to the sampled ones."""
-    return WithGiven(
-        source,
-        given,
-        trainer.datamodule,
-        samples=settings.group_size,
-        temperature=settings.temperature,
-        limits=settings.limits,
-        rewards=list(settings.reward_weights),
-        clock=clock,
-        has_environment=settings.environment is not None,
-        is_agent=settings.environment is not None and settings.environment.is_agent,
-    )
+@torch.no_grad()
+def total_reward(module: RLHFModule, rollout: Rollout) -> Tensor:
+    """Return the (B,) rewards with the score of the module's reward model, where the rollout is. All ranks."""
+    with module.trainer.precision_plugin.forward_context():
+        return module.total_reward(rollout.to(module.device)).to(rollout.reward.device)
 
 
 def upcoming_batches(trainer: Trainer, count: int) -> Iterator[tuple[int, PromptBatch]]:

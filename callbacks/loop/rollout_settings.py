@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from lightning_rlhf.callbacks.loop.checks import tensor_ranks
 from lightning_rlhf.callbacks.loop.validation import AnswerExtractor
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import generation_ends
-from lightning_rlhf.entry_points import offered
+from lightning_rlhf.entry_points import offered, the_offered
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.positions import check_positions
@@ -152,7 +151,7 @@ class RolloutSettings:
             )
         check_texts_only(vars(self), data)
         if self.given_responses is not None:
-            self._check_given(self.given_responses, trainer, module)
+            the_offered("given_responses").check_given(self, self.given_responses, trainer, module)
         self._check_validation(data, labels)
         if not any(getattr(callback, "writes_metrics", False) for callback in callbacks):
             log.info(
@@ -166,7 +165,10 @@ class RolloutSettings:
             log.warning(warning)
         if self.dynamic_sampling is not None:
             weights, ranks = self.reward_weights, module.data_ranks.size
-            self.dynamic_sampling.check(data.batch_size, self.group_size, weights, module.advantages, ranks)
+            scored = "reward_model" in module.sources
+            self.dynamic_sampling.check(
+                data.batch_size, self.group_size, weights, module.advantages, ranks, scored=scored
+            )
         check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
         roles = {f"the {name}": source for name, source in module.sources.items()}
         check_positions(roles, data.longest_text_tokens, self.longest_response, module.has_pairs)
@@ -190,29 +192,6 @@ class RolloutSettings:
             )
         if self.val_metric is not None and "val" not in data.reports:
             log.warning("val_metric is %r, but there is no validation data: set data.init_args.val", self.val_metric)
-
-    def _check_given(self, responses: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
-        """Validate that module and data can use given responses.
-
-        Raises:
-            ValueError: the module learns from sampled responses only, another feature needs them, or the data lack
-                responses.
-        """
-        if not module.accepts_given_responses:
-            raise UsageError(
-                f"given_responses is set, but {type(module).__name__} learns from sampled responses only: remove it, "
-                f"or use DistillationModule or MixtureModule"
-            )
-        others = {"teacher_prompt": self.teacher_prompt, "dynamic_sampling": self.dynamic_sampling}
-        if name := next((name for name, value in others.items() if value is not None), None):
-            raise UsageError(f"given_responses and {name} of RolloutLoop cannot be combined: remove one of them")
-        if module.advantages.needs_greedy:
-            raise UsageError(
-                f"{type(module.advantages).__name__} needs a greedy response to each prompt, which prompts with given "
-                f"responses do not have: use another estimator"
-            )
-        longest = sys.maxsize if trainer.fast_dev_run else self.max_response_tokens
-        responses.check(trainer.datamodule, longest)
 
     def check_engine(self, trainer: Trainer, module: RLHFModule) -> None:
         """Validate the engine of the configuration, if it is chosen there; warn about uncorrected staleness.

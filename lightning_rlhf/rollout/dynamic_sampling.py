@@ -26,13 +26,14 @@ class DynamicSampling:
     Use it with GRPO if your policy solves many prompts always or never, because equal rewards in a group give zero
     advantages. Responses are generated in rounds of ``prompts_per_step`` prompts. The rounds end when that many prompts
     show contrast (responses with different rewards), or when the data's batch is exhausted. Unused prompts of the batch
-    return in a later epoch. If too few prompts show contrast, others fill the step. They count in metrics, but you do
-    not train on them.
+    return in a later epoch, or first in the next batch with the sampler ``Adaptive``. If too few prompts show contrast,
+    others fill the step. They count in metrics, but you do not train on them. A reward model scores the responses of
+    each round, and those of the step again.
 
     Args:
         prompts_per_step: prompts that a step trains on, at least 1. The data's ``batch_size`` must be a multiple of it.
         reward: name of the reward that must differ between responses. None compares the weighted sum of all reward
-            functions.
+            functions, plus the shaped score of the reward model.
     """
 
     prompts_per_step: int
@@ -42,7 +43,13 @@ class DynamicSampling:
         check_ranges(self, prompts_per_step="at least 1")
 
     def check(
-        self, batch_size: int, group_size: int, weights: Mapping[str, float], advantages: AdvantageEstimator, ranks: int
+        self,
+        batch_size: int,
+        group_size: int,
+        weights: Mapping[str, float],
+        advantages: AdvantageEstimator,
+        ranks: int,
+        scored: bool = False,
     ) -> None:
         """Validate the settings before anything is generated.
 
@@ -51,6 +58,7 @@ class DynamicSampling:
             weights: weight of each reward by its name.
             advantages: estimator of the advantages.
             ranks: number of ranks that share the step.
+            scored: whether a reward model scores the responses.
 
         Raises:
             ValueError: sizes are not divisible, no reward can be compared, or greedy responses are needed.
@@ -65,10 +73,10 @@ class DynamicSampling:
                 f"dynamic sampling compares responses to one prompt: group_size must be at least 2, got {group_size}"
             )
         names = [name for name, weight in weights.items() if self.reward is not None or weight]
-        if not names or (self.reward is not None and self.reward not in names):
+        if (not names and not scored) or (self.reward is not None and self.reward not in names):
             raise UsageError(
-                f"dynamic sampling compares the values of a reward function: {self.reward or 'any'} is not among "
-                f"{names}; the score of a reward model is computed later"
+                f"dynamic sampling compares the values of a reward: {self.reward or 'any'} is not among {names}; with "
+                f"reward null it compares their sum with the score of the reward model"
             )
         if advantages.needs_greedy:
             raise UsageError(
@@ -87,7 +95,8 @@ class DynamicSampling:
         generate: Callable[[PromptBatch], Rollout],
         ranks: int = 1,
         any_rank: Callable[[bool], bool] = bool,
-    ) -> tuple[Rollout, dict[str, float]]:
+        total_reward: Callable[[Rollout], Tensor] = lambda rollout: rollout.reward,
+    ) -> tuple[Rollout, Rollout, dict[str, float]]:
         """Return the rollout of this rank's part of ``prompts_per_step`` prompts.
 
         Args:
@@ -96,35 +105,41 @@ class DynamicSampling:
             ranks: number of ranks that share the step.
             any_rank: function that returns whether any rank needs another round; ranks that share an engine must call
                 it equally often.
+            total_reward: function that returns the (B,) rewards that must differ.
 
         Returns:
-            The rollout, and counts of generated prompts and rewards, for :meth:`metrics`.
+            The rollout, the responses that are not in it with their total rewards, and counts of generated prompts and
+            rewards, for :meth:`metrics`.
         """
         wanted = self.prompts_per_step // ranks
-        with_contrast = list[Rollout]()
-        without = list[Rollout]()
-        rewards = list[Tensor]()
+        parts = list[Rollout]()  # of each round
+        totals = list[Tensor]()
+        contrasts = list[Tensor]()
         usable = generated = 0
         while any_rank(usable < wanted) and generated < len(batch):
             rollout = generate(batch[generated : generated + wanted])
-            rewards.append(rollout.reward)
-            contrast = self._contrast(rollout)
+            totals.append(total_reward(rollout))
+            contrast = self._contrast(rollout, totals[-1])
             usable += int(rollout.group[contrast].unique().numel())
             generated += wanted
-            with_contrast.append(rollout[contrast])
-            without.append(replace(rollout[~contrast], included=torch.zeros(int((~contrast).sum()), dtype=torch.bool)))
-        every = concatenate([part for part in (*with_contrast, *without) if len(part)])
-        size = len(rewards[0]) // wanted
-        rows = every[list(range(wanted * size))]
-        rows = replace(rows, group=torch.arange(wanted).repeat_interleave(size))
-        reward = torch.cat(rewards)
-        return rows, {
-            "generated": float(generated),
-            "contrast": float(usable),
-            "missing": float(max(wanted - usable, 0)),
-            "reward": reward.double().nansum().item(),
-            "responses": float((~reward.isnan()).sum()),
-        }
+            parts.append(replace(rollout, included=contrast))
+            contrasts.append(contrast)
+        every, reward = concatenate(parts), torch.cat(totals)
+        order = torch.argsort(~torch.cat(contrasts), stable=True)
+        size = len(totals[0]) // wanted
+        used, others = order[: wanted * size], order[wanted * size :]
+        rows = replace(every[used], group=torch.arange(wanted).repeat_interleave(size))
+        return (
+            rows,
+            replace(every[others], reward=reward[others]),
+            {
+                "generated": float(generated),
+                "contrast": float(usable),
+                "missing": float(max(wanted - usable, 0)),
+                "reward": reward.double().nansum().item(),
+                "responses": float((~reward.isnan()).sum()),
+            },
+        )
 
     def metrics(self, counts: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a step from the counts of all ranks."""
@@ -135,9 +150,9 @@ class DynamicSampling:
             "reward/generated_mean": counts["reward"] / counts["responses"] if counts["responses"] else math.nan,
         }
 
-    def _contrast(self, rollout: Rollout) -> Tensor:
+    def _contrast(self, rollout: Rollout, total: Tensor) -> Tensor:
         """Return (B,) bool, whether the responses with a reward to each row's prompt differ in it."""
-        values = rollout.reward if self.reward is None else rollout.rewards[self.reward]
+        values = total if self.reward is None else rollout.rewards[self.reward]
         groups = int(rollout.group.max()) + 1
         low, high = (
             torch.zeros(groups).scatter_reduce(
@@ -157,14 +172,17 @@ class WithContrast(Source):
         settings: settings of the rounds.
         ranks: ranks that share the step.
         device: device of reductions over ranks.
-        share_engine: whether ranks with different prompts share an engine, so that they need the same number of rounds.
+        in_turns: whether ranks with different prompts need the same number of rounds, because they share an engine or a
+            model that scores.
+        total_reward: function of a rollout that returns the (B,) rewards with the score of a reward model. All ranks.
     """
 
     source: Source
     settings: DynamicSampling
     ranks: DataRanks
     device: torch.device
-    share_engine: bool
+    in_turns: bool
+    total_reward: Callable[[Rollout], Tensor]
 
     def request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
         """Request the responses of the first round; see :meth:`Source.request`."""
@@ -182,16 +200,19 @@ class WithContrast(Source):
             return rounds[-1].rollout
 
         prompts = replace(requests.prompts, prompts=[*requests.prompts, *requests.later])
-        rollout, counts = self.settings(prompts, generate, self.ranks.size, self._any_rank)
+        rollout, unused, counts = self.settings(
+            prompts, generate, self.ranks.size, self._any_rank, total_reward=self.total_reward
+        )
         return SampledRollout(
             rollout,
+            unused=unused,
             requests=tuple(request for each in rounds for request in each.requests),
             reward_sums=tuple(sums for each in rounds for sums in each.reward_sums),
             metrics=self.settings.metrics(sum_over_ranks(counts, self.ranks, self.device)),
         )
 
     def _any_rank(self, needs_more: bool) -> bool:
-        """Return whether any rank that shares the engine needs another round; then all of them generate."""
-        if not self.share_engine:
+        """Return whether any rank needs another round; then all of them generate, if they take turns."""
+        if not self.in_turns:
             return needs_more
         return bool(self.ranks.max(torch.tensor(float(needs_more), device=self.device)))

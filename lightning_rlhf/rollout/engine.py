@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from lightning_rlhf.images import ImageProcessor
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.types import NO_LIMITS, Completion, SamplingLimits, SamplingParams, TokenPrompt
+
+if TYPE_CHECKING:
+    from lightning_rlhf.rollout.sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,10 @@ class RolloutEngine(ABC):
             EngineDied: the engine has ended.
         """
         raise NotImplementedError(f"{type(self).__name__} takes merged weights only, not adapters")
+
+    def training_sampler(self, sampler: Sampler) -> Sampler:
+        """Return what samples the responses of training steps; validations use the given sampler."""
+        return sampler
 
     def sleep(self) -> None:  # noqa: B027 (most engines keep their memory)
         """Free the GPU memory of weights and cache. The next :meth:`update_weights` allocates it again.

@@ -118,12 +118,14 @@ class SampledRollout(StepRollout):
         requests: all requests of the step, those of rows that are not trained on included.
         reward_sums: metrics of the reward functions that are known.
         metrics: metrics of a source, over all ranks.
+        unused: responses that were generated and rewarded, but are not trained on; None without any.
     """
 
     rewards: PendingRewards | None = None
     requests: tuple[StepRequests, ...] = ()
     reward_sums: tuple[MetricSums, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    unused: Rollout | None = None
 
     def scored(self) -> SampledRollout:
         """Wait for pending rewards; return the rollout with them. All ranks with the same data."""

@@ -48,11 +48,14 @@ SAME, DIFFERENT = [1.0, 1.0], [0.0, 1.0]
 def test_rounds_repeat_until_enough_prompts_have_contrast(rewards, rounds, learnt, saved):
     requested = []
     sampling = DynamicSampling(2)
-    rollout, counts = sampling(prompts(len(rewards)), rolling(rewards, requested))
+    rollout, unused, counts = sampling(prompts(len(rewards)), rolling(rewards, requested))
     assert requested == [[2 * i, 2 * i + 1] for i in range(rounds)]
     assert rollout.prompt_ids[:, 0].tolist() == [i for i in learnt for _ in range(2)]
     assert rollout.group.tolist() == [0, 0, 1, 1]
     assert rollout.included.tolist() == [i < saved for i in (0, 0, 1, 1)]
+    others = [i for i in sorted(range(2 * rounds), key=lambda i: rewards[i] == SAME) if i not in learnt]
+    assert unused.prompt_ids[:, 0].tolist() == [i for i in others for _ in range(2)]
+    assert unused.reward.tolist() == [reward for i in others for reward in rewards[i]]
     generated = rewards[: 2 * rounds]
     assert sampling.metrics(counts) == {
         "rollout/generated_prompts": 2.0 * rounds,
@@ -67,8 +70,8 @@ def test_ranks_sample_their_share_of_prompts_and_report_common_metrics():
     shares = [[SAME, DIFFERENT, DIFFERENT, SAME], [SAME] * 4]
     both = [sampling(prompts(4), rolling(rewards, requested), 2) for rewards in shares]
     assert requested == 2 * [[0, 1], [2, 3]]
-    assert [rollout.included.tolist() for rollout, _ in both] == [[True] * 4, [False] * 4]
-    total = {name: both[0][1][name] + both[1][1][name] for name in both[0][1]}
+    assert [rollout.included.tolist() for rollout, _, _ in both] == [[True] * 4, [False] * 4]
+    total = {name: both[0][2][name] + both[1][2][name] for name in both[0][2]}
     assert sampling.metrics(total) == {
         "rollout/generated_prompts": 8.0,
         "rollout/contrast_fraction": 2 / 8,
@@ -84,7 +87,7 @@ def test_reward_that_must_differ_can_be_selected():
         rollout.rewards["right"] = torch.tensor([0.0, 0.0, 0.0, 1.0])
         return rollout
 
-    rollout, _ = DynamicSampling(2, reward="right")(prompts(2), roll)
+    rollout, _, _ = DynamicSampling(2, reward="right")(prompts(2), roll)
     assert rollout.included.tolist() == [True, True, False, False]
     assert_close(rollout.reward, [1.0, 1.5, 0.0, 0.5])
 
@@ -128,7 +131,7 @@ def test_prompt_without_any_reward_has_no_contrast():
             2,
             [],
             GRPO(),
-            "compares the values of a reward function: any is not among []",
+            "compares the values of a reward: any is not among []",
         ),
         (DynamicSampling(2, "b"), 4, 2, ["a"], GRPO(), "b is not among ['a']"),
         (DynamicSampling(2), 4, 2, ["a"], ReMax(), "does not support the greedy responses of ReMax"),
@@ -138,6 +141,21 @@ def test_invalid_settings_raise(sampling, batch_size, group_size, rewards, advan
     weights = dict.fromkeys(rewards, 1.0)
     with pytest.raises(ValueError, match=re.escape(message)):
         sampling.check(batch_size, group_size, weights, advantages, ranks=1)
+
+
+def test_score_of_a_reward_model_can_make_the_contrast():
+    DynamicSampling(2).check(4, 2, {}, GRPO(), ranks=1, scored=True)
+    with pytest.raises(ValueError, match="b is not among \\[\\]"):
+        DynamicSampling(2, "b").check(4, 2, {}, GRPO(), ranks=1, scored=True)
+    scores = {0: [0.5, 0.5], 1: [0.1, 0.2], 2: [3.0, 1.0], 3: [0.0, 0.0]}
+
+    def total(rollout):
+        return rollout.reward + torch.tensor([scores[int(i)][k % 2] for k, i in enumerate(rollout.prompt_ids[:, 0])])
+
+    rollout, unused, _ = DynamicSampling(2)(prompts(4), rolling([SAME] * 4, []), total_reward=total)
+    assert rollout.prompt_ids[:, 0].tolist() == [1, 1, 2, 2]
+    assert rollout.reward.tolist() == [1.0] * 4  # the module adds the scores
+    assert_close(unused.reward, [1.5, 1.5, 1.0, 1.0])
 
 
 def test_prompts_per_step_must_be_at_least_one():

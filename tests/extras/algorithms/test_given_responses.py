@@ -14,6 +14,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.extras.algorithms.given_rollouts import given_positions
 from lightning_rlhf.rollout.given_responses import GivenResponses
 from tests.environments import worlds
 from tests.stand_ins import TINY_LLAMA, ScriptedEngine, TinyModel, quiet_trainer
@@ -121,11 +122,11 @@ def test_fraction_is_drawn_anew_in_each_epoch():
     data = PromptDataModule(InMemory(rows), tokenizer=LETTERS, batch_size=len(rows), max_tokens=8)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    first, again = settings.positions(batch), settings.positions(batch)
+    first, again = given_positions(settings, batch), given_positions(settings, batch)
     assert first == again
     assert abs(len(first) / len(rows) - 0.75) < 0.07
     batch.__dict__["epoch"] = 1
-    assert settings.positions(batch) != first
+    assert given_positions(settings, batch) != first
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

@@ -132,7 +132,7 @@ class Ahead:
         parts, requests = self._snapshot
         completed: list[dict[str, Any]] | None = None
         try:
-            completed = [_packed(request) for request in requests]
+            completed = [packed_completions(request) for request in requests]
         except (RuntimeError, ValueError) as error:  # raised again by the step that uses the responses
             log.warning("The checkpoint has no responses for later steps, because their generation failed: %s", error)
         packed = ranks.from_all_ranks(completed)
@@ -158,7 +158,7 @@ class RestoredCompletions:
         """Store the completions of a checkpoint."""
         self.parts = parts
         self.steps = frozenset(part["step"] for part in parts)
-        self._by_prompt = {key: completions for part in parts for key, completions in _unpacked(part)}
+        self._by_prompt = {key: completions for part in parts for key, completions in unpacked_completions(part)}
 
     def pop(
         self, step: int, prompts: PromptBatch, sampling: Sampling, group: RankGroup | None = None
@@ -272,7 +272,8 @@ def covered(intervals: Iterable[tuple[float, float]], start: float, end: float) 
     return total
 
 
-def _packed(request: StepRequests) -> dict[str, Any]:
+def packed_completions(request: StepRequests) -> dict[str, Any]:
+    """Wait for the completions of a request; return them as values and tensors that a checkpoint may have."""
     completions = request.completions()
     return {
         "step": request.step,
@@ -317,7 +318,8 @@ def _unpacked_record(packed: dict[str, Any]) -> ConversationRecord:
     return ConversationRecord(**fields)
 
 
-def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]]]:
+def unpacked_completions(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]]]:
+    """Yield step, samples, temperature and number in the data of each prompt of a request, with its completions."""
     ids = [row.tolist() for row in state["token_ids"].split(state["tokens"])]
     logprobs = [row.tolist() for row in state["logprobs"].split(state["tokens"])]
     later = [tuple((start, version) for start, version in each) for each in state["later_versions"]]

@@ -10,7 +10,7 @@ from lightning_rlhf.callbacks import RunCheckpoint
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.environments.conversation import Conversation, Limits
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.rollout.ahead import _packed, _unpacked
+from lightning_rlhf.rollout.ahead import packed_completions, unpacked_completions
 from lightning_rlhf.rollout.engine import finished
 from lightning_rlhf.rollout.generation import PendingCompletions
 from lightning_rlhf.rollout.sampler import Sampling
@@ -47,9 +47,9 @@ class Silent(TransformersEngine):
         )
 
 
-def trained(run, engine, steps=3, loop=(), callbacks=(), resume=None, **options):
+def trained(run, engine, steps=3, loop=(), callbacks=(), resume=None, trainer=(), **options):
     seen = Seen()
-    trainer = {"max_steps": steps, "max_epochs": -1, "enable_checkpointing": bool(callbacks)}
+    trainer = {"max_steps": steps, "max_epochs": -1, "enable_checkpointing": bool(callbacks), **dict(trainer)}
     made = run(loop={"engine": engine, **LOOP, **dict(loop)}, trainer=trainer, callbacks=[seen, *callbacks], **options)
     return made.fit(ckpt_path=resume), seen.steps
 
@@ -77,15 +77,18 @@ def test_runs_are_the_same_whether_engine_or_actor_names_the_tokens(run):
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_resumed_run_has_the_same_bits(run, tmp_path, max_staleness):
-    def weights(steps, *callbacks, resume=None):
+    def weights(folder, *callbacks, resume=None):
         options = {"loop": {"max_staleness": max_staleness}, "model": CORRECTION}
-        done, _ = trained(run, TransformersEngine(), steps, callbacks=callbacks, resume=resume, **options)
-        return [parameter.detach().clone() for parameter in done.module.actor.parameters()]
+        callbacks = [RunCheckpoint(every_n_steps=2), *callbacks]
+        root = {"default_root_dir": tmp_path / folder}
+        done, steps = trained(run, TransformersEngine(), 6, callbacks=callbacks, resume=resume, trainer=root, **options)
+        return [parameter.detach().clone() for parameter in done.module.actor.parameters()], len(steps)
 
-    whole = weights(6, RunCheckpoint())
+    whole, _ = weights("whole")
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        weights(6, RunCheckpoint(), Interrupt(3))
-    resumed = weights(6, RunCheckpoint(), resume=tmp_path / "checkpoints/last.ckpt")
+        weights("cut", Interrupt(3))
+    resumed, steps = weights("cut", resume=tmp_path / "cut/checkpoints/last.ckpt")
+    assert steps == 4
     assert all(map(torch.equal, whole, resumed))
 
 
@@ -95,7 +98,7 @@ def test_checkpoint_keeps_the_allowed_tokens():
     completions.append(Completion([1], [-1.0], "stop", 0))
     batch = prompt_batch([7], [[4]], ["a"], {})
     pending = PendingCompletions(lambda: completions)
-    ((_, restored),) = _unpacked(_packed(StepRequests(0, batch, Sampling(3, 1.0), pending, None)))
+    ((_, restored),) = unpacked_completions(packed_completions(StepRequests(0, batch, Sampling(3, 1.0), pending, None)))
     assert restored == completions
     assert [each.allowed and each.allowed.ids.ids.tolist() for each in restored] == [[4, 5, 9], [4, 5], None]
 

@@ -21,7 +21,7 @@ from lightning_rlhf.extras.algorithms.echo import environment_mask
 from lightning_rlhf.extras.images.processor import load_processor
 from lightning_rlhf.extras.images.reading import read_image
 from lightning_rlhf.images import ImageSettings
-from lightning_rlhf.rollout.ahead import _packed, _unpacked
+from lightning_rlhf.rollout.ahead import packed_completions, unpacked_completions
 from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.rollout.generation import PendingCompletions
 from lightning_rlhf.rollout.sampler import Sampling
@@ -332,20 +332,20 @@ def test_more_images_than_the_run_allows_are_an_error(batch):
 def test_checkpoints_contain_the_images_of_conversations():
     completions = [completion([encoded(1), encoded(2), encoded(1)]), completion()]
     pending = PendingCompletions(lambda: completions)
-    (packed,) = [_packed(StepRequests(3, prompts(), Sampling(2, 1.0), pending, None))]
+    (packed,) = [packed_completions(StepRequests(3, prompts(), Sampling(2, 1.0), pending, None))]
     buffer = io.BytesIO()
     torch.save(packed, buffer)
     buffer.seek(0)
-    ((_, restored),) = _unpacked(torch.load(buffer, weights_only=True))
+    ((_, restored),) = unpacked_completions(torch.load(buffer, weights_only=True))
     assert restored == completions
     assert restored[0].conversation.images[1].data == encoded(2).data
 
 
 def test_checkpoint_of_conversations_without_a_field_of_images_is_read():
-    packed = _packed(StepRequests(3, prompts(), Sampling(1, 1.0), PendingCompletions(lambda: [completion()]), None))
+    packed = packed_completions(StepRequests(3, prompts(), Sampling(1, 1.0), PendingCompletions(lambda: [completion()]), None))
     for name in ("images", "encoded_images"):
         del packed["conversations"][0][name]
-    ((_, restored),) = _unpacked(packed)
+    ((_, restored),) = unpacked_completions(packed)
     assert restored == [completion()]
 
 

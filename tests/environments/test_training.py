@@ -22,7 +22,7 @@ from lightning_rlhf.environments.conversation import StopReason
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.ahead import _packed, _unpacked
+from lightning_rlhf.rollout.ahead import packed_completions, unpacked_completions
 from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Completion, ConversationRecord, ConversationTokens, Prompt
@@ -275,7 +275,7 @@ def test_conversations_are_restored_from_a_checkpoint():
         prompts=[Prompt([1], "a", index=4)],
         completions=lambda: [saved, plain],
     )
-    ((key, completions),) = _unpacked(_packed(request))
+    ((key, completions),) = unpacked_completions(packed_completions(request))
     assert key == (7, 2, 1.0, 4)  # step, samples, temperature, index of the prompt
     # The seconds in the environment count for the step in which they passed.
     assert completions == [replace(saved, conversation=replace(record, environment_s=0.0)), plain]

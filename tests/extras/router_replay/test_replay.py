@@ -13,7 +13,7 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.extras.router_replay.replay import RouterReplay, expert_loads, max_violation
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.rollout.ahead import _packed, _unpacked
+from lightning_rlhf.rollout.ahead import packed_completions, unpacked_completions
 from lightning_rlhf.rollout.engine import finished
 from lightning_rlhf.rollout.generation import PendingCompletions
 from lightning_rlhf.rollout.given_responses import GivenResponses
@@ -67,12 +67,12 @@ class Seen(Callback):
         self.steps.append(pl_module.last_step.experience)
 
 
-def trained(run, engine, callbacks=(), steps=3, loop=(), resume=None, model=()):
+def trained(run, engine, callbacks=(), steps=3, loop=(), resume=None, model=(), trainer=()):
     seen = Seen()
     made = run(
         loop={"engine": engine, **LOOP, **dict(loop)},
         model={"actor": Mixture(), "minibatch_size": 8, "update_epochs": 1, **dict(model)},
-        trainer={"max_steps": steps, "max_epochs": -1, "enable_checkpointing": bool(callbacks[1:])},
+        trainer={"max_steps": steps, "max_epochs": -1, "enable_checkpointing": bool(callbacks[1:]), **dict(trainer)},
         callbacks=[seen, *callbacks],
     )
     return made.fit(ckpt_path=resume), seen.steps
@@ -130,22 +130,24 @@ def test_experts_by_position():
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_resumed_run_has_the_same_bits(run, tmp_path, max_staleness):
-    def weights(steps, *callbacks, resume=None):
-        done, _ = trained(
+    def weights(folder, *callbacks, resume=None):
+        done, steps = trained(
             run,
             Rounded(),
-            [RouterReplay(), *callbacks],
-            steps,
+            [RouterReplay(), RunCheckpoint(every_n_steps=2), *callbacks],
+            5,
             loop={"max_staleness": max_staleness},
             resume=resume,
             model={"correction": RolloutCorrection(level="token")},
+            trainer={"default_root_dir": tmp_path / folder},
         )
-        return [parameter.detach().clone() for parameter in done.module.actor.parameters()]
+        return [parameter.detach().clone() for parameter in done.module.actor.parameters()], len(steps)
 
-    whole = weights(5, RunCheckpoint())
+    whole, _ = weights("whole")
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        weights(5, RunCheckpoint(), Interrupt(3))
-    resumed = weights(5, RunCheckpoint(), resume=tmp_path / "checkpoints/last.ckpt")
+        weights("cut", Interrupt(3))
+    resumed, steps = weights("cut", resume=tmp_path / "cut/checkpoints/last.ckpt")
+    assert steps == 3
     assert all(map(torch.equal, whole, resumed))
 
 
@@ -155,7 +157,7 @@ def test_checkpoint_keeps_the_experts():
     completions.append(Completion([1], [-1.0], "stop", 0))
     pending = PendingCompletions(lambda: completions)
     requests = StepRequests(0, prompt_batch([7], [[4, 5]], ["a"], {}), Sampling(3, 1.0), pending, None)
-    ((_, restored),) = _unpacked(_packed(requests))
+    ((_, restored),) = unpacked_completions(packed_completions(requests))
     assert torch.equal(restored[0].experts, experts)
     assert torch.equal(restored[1].experts, experts[:3])
     assert restored[2].experts is None

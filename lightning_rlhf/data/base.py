@@ -23,7 +23,7 @@ from lightning_rlhf.data.completeness import check_complete
 from lightning_rlhf.data.image_parts import MARKER, as_bad_row, given_images, images_of, with_images
 from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
 from lightning_rlhf.data.messages import Message, check_roles, history_messages, holds_messages, messages_of
-from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
+from lightning_rlhf.data.resumable import EpochOrder, HeldOutBatches, ObservingSampler, ResumableLoader, SamplerOrder
 from lightning_rlhf.data.row import BadRow, Row, RowSource, has_nulls
 from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, folder_of, use_rows
 from lightning_rlhf.data.samplers import Sampler
@@ -154,7 +154,7 @@ class RowsDataModule(LightningDataModule):
         on_bad_row: OnBadRow = "error",
         bad_rows: str | None = None,
         shuffle: bool = True,
-        sampler: Sampler | None = None,
+        sampler: Sampler | ObservingSampler | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         as_messages: bool | dict[str, str] = False,
         tools: list[str] | None = None,
@@ -222,6 +222,8 @@ class RowsDataModule(LightningDataModule):
                 f"{type(self).__name__} splits each batch over the ranks, and the Trainer would replace its sampler: "
                 f"set Trainer(use_distributed_sampler=False)"
             )
+        if self.trainer is not None and isinstance(self.sampler, ObservingSampler):
+            self.sampler.attach(self.trainer)
         if self.examples:
             return
         sources = {name: as_rows(source) for name, source in self.sources.items()}  # raises early for a missing file
@@ -267,7 +269,11 @@ class RowsDataModule(LightningDataModule):
         """Return a loader of this rank's part of each training batch."""
         rows = self.examples["train"]
         lengths = [self.count_tokens(example) for example in rows]
-        order = None if self.sampler is None else SamplerOrder(self.sampler, self._sampler_keys, lengths, run_seed())
+        order: EpochOrder | None = None
+        if isinstance(self.sampler, ObservingSampler):
+            order = self.sampler.row_order(self._sampler_keys, lengths, run_seed(), self.batch_size)
+        elif self.sampler is not None:
+            order = SamplerOrder(self.sampler, self._sampler_keys, lengths, run_seed())
         rank, ranks = self._data_rank()
         return ResumableLoader(
             rows,

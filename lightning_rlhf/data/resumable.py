@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.batching.shares import balanced_shares
+from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.samplers import Sampler, shuffle
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.run_checks import check_batch_size
@@ -41,15 +43,39 @@ class EpochOrder:
         return iter(self.rows(self.epoch))
 
     def rows(self, epoch: int) -> Sequence[int]:
-        """Return the row numbers of an epoch in order."""
+        """Return the row numbers of an epoch in order. A subclass may choose them when a slice of them is read.
+
+        The k-th repetition of a row in an epoch has the row's number plus k times the number of rows. The seed of a
+        completion is derived from this number, so that repetitions get different completions.
+        """
         return shuffle(self.size, self.seed, epoch) if self.shuffle else range(self.size)
+
+
+@runtime_checkable
+class ObservingSampler(Protocol):
+    """Protocol of a sampler that chooses each batch by what the run has observed, such as the rewards of rows.
+
+    :class:`~lightning_rlhf.extras.samplers.adaptive.Adaptive` is one. In YAML, you set it by ``class_path``.
+    """
+
+    def key(self, fields: Fields) -> Any:
+        """Return the value of a row that the order needs, or raise :class:`BadRow`."""
+
+    def attach(self, trainer: Trainer) -> None:
+        """Add the callback that observes the run and keeps the state in its checkpoints. Called at each setup."""
+
+    def row_order(self, keys: Sequence[Any], lengths: Sequence[int], seed: int, batch_size: int) -> EpochOrder:
+        """Return the order. Its batches are read one after the other, each just before its responses are requested.
+
+        Args:
+            keys: keys of all rows.
+            lengths: tokens of all rows.
+            batch_size: rows per batch, over all ranks.
+        """
 
 
 class SamplerOrder(EpochOrder):
     """The order of rows that a sampler returns.
-
-    The k-th repetition of a row in an epoch has the row's number plus k times the number of rows. The seed of a
-    completion is derived from this number, so that repetitions get different completions.
 
     Args:
         sampler: sampler that orders the rows.
@@ -102,7 +128,7 @@ class _RankBatches:
         return len(self.sampler) // self.batch_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = list(self.sampler)
+        order = self.sampler.rows(self.sampler.epoch)
         for batch in range(self.start, len(self)):
             yield self.rows_of_batch(order, batch)
 
@@ -202,7 +228,7 @@ class ResumableLoader(DataLoader[Any]):
             batch: number of the batch in the epoch.
         """
         if self._last_order[0] != epoch:
-            self._last_order = epoch, list(self._order.rows(epoch))
+            self._last_order = epoch, self._order.rows(epoch)
         return self._collate_rows(self._batches.rows_of_batch(self._last_order[1], batch), epoch)
 
     def state_dict(self) -> dict[str, int]:

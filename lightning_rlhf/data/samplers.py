@@ -1,7 +1,8 @@
 """The order of the rows of an epoch.
 
-A sampler has no state: its order is a pure function of the data, the run's seed and the epoch, so a run that is resumed
-in the middle of an epoch continues in the same order.
+A :class:`Sampler` has no state: its order is a pure function of the data, the run's seed and the epoch, so a run that
+is resumed in the middle of an epoch continues in the same order. An ``ObservingSampler`` of
+:mod:`lightning_rlhf.data.resumable` chooses each batch by what the run has observed, which its checkpoints contain.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Entry point of ``lightning-rlhf`` and ``python -m lightning_rlhf``."""
 
 import difflib
+import json
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...]
   --ckpt_path last                 continue from the last checkpoint of the run, from best, or from a path
   --model.init_args.NAME VALUE     argument of the module, such as minibatch_size or optimizer.init_args.lr
   --rollout.NAME VALUE             argument of RolloutLoop, such as group_size, temperature, rewards or engine
+  --rollouts-from RUN              train on the responses that RolloutRecorder has kept of another run
   --data.init_args.NAME VALUE      argument of the data module, such as train or batch_size
   --trainer.default_root_dir DIR   run directory
   --trainer.max_steps N            number of steps, each with one batch of the data
@@ -40,6 +42,7 @@ _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...]
 
 # Commands that people know from elsewhere.
 _OTHER_NAMES = {"train": "fit", "run": "fit", "grpo": "fit", "sft": "fit", "init": "new", "eval": "evaluate"}
+_RECORDED = "lightning_rlhf.extras.recorded_rollouts.engine.RecordedEngine"  # of --rollouts-from
 _FURTHER = ("test", "predict", "report", "completion")  # commands that the overview only names
 
 
@@ -54,7 +57,7 @@ def main() -> int:
     if name not in COMMANDS and name != "--help-all":
         print(f"lightning-rlhf: {_unknown(name, arguments)}", file=sys.stderr)
         return 2
-    arguments = ["--config" if argument == "-c" else argument for argument in arguments]
+    arguments = _expanded(arguments)
     end_with_launcher(launch_environment.is_first_process(), is_loading=True)
     module, description, _ = COMMANDS.get(name, Command(LIGHTNING, ""))
     if module == LIGHTNING:
@@ -80,6 +83,22 @@ def main() -> int:
     except KeyboardInterrupt:  # before the command, which handles it itself
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _expanded(arguments: list[str]) -> list[str]:
+    """Replace short options by those that they stand for."""
+    expanded = list[str]()
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, has_value, run = argument.partition("=")
+        if name != "--rollouts-from" or not (has_value or remaining):
+            expanded.append("--config" if argument == "-c" else argument)
+            continue
+        engine = {"class_path": _RECORDED, "init_args": {"run": run if has_value else remaining.pop(0)}}
+        expanded += [f"--rollout.engine={json.dumps(engine)}", "--rollout.check_rows=0"]
+        expanded += ["--rollout.validate_at_ends=false", "--trainer.limit_val_batches=0"]
+    return expanded
 
 
 def _shows_only(argument: str) -> bool:

@@ -1,0 +1,1 @@
+"""Responses of a run, kept to train on them again."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.export.hf_export import HFExport as HFExport
     from lightning_rlhf.extras.health.callback import HealthChecks as HealthChecks
     from lightning_rlhf.extras.late_ranks.callback import LateRanks as LateRanks
+    from lightning_rlhf.extras.recorded_rollouts.recorder import RolloutRecorder as RolloutRecorder
     from lightning_rlhf.extras.records.metrics_csv import MetricsCSV as MetricsCSV
     from lightning_rlhf.extras.records.throughput import Throughput as Throughput
     from lightning_rlhf.extras.references.following import FollowingReference as FollowingReference
@@ -43,6 +44,7 @@ _HOME = {
     "ReportPage": "lightning_rlhf.extras.report.page_callback",
     "RolloutLog": "lightning_rlhf.extras.console.rollout_log",
     "RolloutLoop": "lightning_rlhf.callbacks.loop.rollout_loop",
+    "RolloutRecorder": "lightning_rlhf.extras.recorded_rollouts.recorder",
     "RouterReplay": "lightning_rlhf.extras.router_replay.replay",
     "RunCheckpoint": "lightning_rlhf.callbacks.survival.checkpoint",
     "RunState": "lightning_rlhf.callbacks.survival.run_state",

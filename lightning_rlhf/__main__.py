@@ -9,7 +9,7 @@ from importlib import import_module
 
 from lightning_rlhf import launch_environment
 from lightning_rlhf.__about__ import __version__
-from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING, Command
+from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING, RECORDED, Command
 from lightning_rlhf.cli.errors import printed
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.processes.child import end_with_launcher
@@ -42,7 +42,6 @@ _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...]
 
 # Commands that people know from elsewhere.
 _OTHER_NAMES = {"train": "fit", "run": "fit", "grpo": "fit", "sft": "fit", "init": "new", "eval": "evaluate"}
-_RECORDED = "lightning_rlhf.extras.recorded_rollouts.engine.RecordedEngine"  # of --rollouts-from
 _FURTHER = ("test", "predict", "report", "completion")  # commands that the overview only names
 
 
@@ -95,7 +94,7 @@ def _expanded(arguments: list[str]) -> list[str]:
         if name != "--rollouts-from" or not (has_value or remaining):
             expanded.append("--config" if argument == "-c" else argument)
             continue
-        engine = {"class_path": _RECORDED, "init_args": {"run": run if has_value else remaining.pop(0)}}
+        engine = {"class_path": RECORDED, "init_args": {"run": run if has_value else remaining.pop(0)}}
         expanded += [f"--rollout.engine={json.dumps(engine)}", "--rollout.check_rows=0"]
         expanded += ["--rollout.validate_at_ends=false", "--trainer.limit_val_batches=0"]
     return expanded

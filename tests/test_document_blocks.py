@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_rlhf.__main__ import _expanded
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
 from lightning_rlhf.extras.commands.check_data import CheckDataCLI
 from lightning_rlhf.extras.commands.run_config import ConfigCLI, parse_run_config
@@ -141,7 +142,7 @@ def test_commands_and_their_options_exist(words, tmp_path, monkeypatch, capsys):
         for name in ("x.yaml", "run.yaml", "grpo.yaml", "reward.yaml", "sft.yaml", "ppo.yaml", "dpo.yaml"):
             Path(name).write_text(yaml.safe_dump(run_of({"rewards": []})))
         try:
-            parse(*arguments)
+            parse(*_expanded(arguments))
         except SystemExit:
             pytest.fail(capsys.readouterr().err)
     else:

@@ -40,6 +40,8 @@ from lightning_rlhf.extras.algorithms.policy_losses import DROLoss
 from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaseline
 from lightning_rlhf.extras.records import throughput
 from lightning_rlhf.extras.report.definitions import definitions, expanded
+from lightning_rlhf.extras.samplers.adaptive import Adaptive
+from lightning_rlhf.extras.samplers.row_weights import Pools
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
@@ -105,7 +107,7 @@ def dynamic_sampling(directory):
         [RewardFunction(right)], ScriptedEngine("ab", LETTERS.load()), group_size=2, max_response_tokens=4,
         check_rows=0, dynamic_sampling=DynamicSampling(2),
     )  # fmt: skip
-    data = PromptDataModule(InMemory(PROMPTS), LETTERS, batch_size=4, max_tokens=4)
+    data = PromptDataModule(InMemory(PROMPTS), LETTERS, batch_size=4, max_tokens=4, sampler=Adaptive([Pools()]))
     return run(directory, RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4), data, [loop])
 
 

@@ -24,7 +24,7 @@ from lightning_rlhf.rewards.function import TrainerState
 from lightning_rlhf.rollout.ahead import Ahead, RestoredCompletions, RestoringSampler
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.conversations import EnvironmentSampler, conversation_sampler
-from lightning_rlhf.rollout.dynamic_sampling import WithContrast
+from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling, WithContrast
 from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
@@ -122,11 +122,7 @@ def make_parts(
     if module.advantages.needs_greedy:
         source = WithGreedy(source, replace(sampled, sampling=Sampling(1, 0.0)))
     if settings.dynamic_sampling is not None:
-        in_turns = engine.engine.traits.ranks > tensor_ranks(trainer, module) or "reward_model" in module.sources
-        reward = partial(total_reward, module)
-        source = WithContrast(
-            source, settings.dynamic_sampling, module.data_ranks, device, in_turns=in_turns, total_reward=reward
-        )
+        source = with_contrast(source, settings.dynamic_sampling, module, engine)
     rollouts: OnPolicy | Ahead = OnPolicy(source, weights)
     if settings.max_staleness:
         rollouts = Ahead(
@@ -140,6 +136,19 @@ def make_parts(
             clock=clock,
         )
     return RolloutParts(sampler, weights, checks, rollouts, clock=clock, teacher_prompts=teacher_prompts)
+
+
+def with_contrast(source: Source, settings: DynamicSampling, module: RLHFModule, engine: RunEngine) -> Source:
+    """Return a source that generates in rounds of another one."""
+    in_turns = engine.engine.traits.ranks > tensor_ranks(module.trainer, module) or "reward_model" in module.sources
+    return WithContrast(
+        source,
+        settings,
+        module.data_ranks,
+        module.trainer.strategy.root_device,
+        in_turns=in_turns,
+        total_reward=partial(total_reward, module),
+    )
 
 
 @torch.no_grad()

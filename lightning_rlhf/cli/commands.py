@@ -8,6 +8,8 @@ LIGHTNING = "lightning_rlhf.cli.main"
 _EXTRAS = "lightning_rlhf.extras"
 CHECK = f"{_EXTRAS}.schema.check"  # its function mistakes(arguments, command) is the early check of a configuration
 
+RECORDED = f"{_EXTRAS}.recorded_rollouts.engine.RecordedEngine"  # engine of fit --rollouts-from
+
 
 class Command(NamedTuple):
     """A command of ``lightning-rlhf``.

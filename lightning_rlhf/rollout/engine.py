@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from lightning_rlhf.images import ImageProcessor
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.types import NO_LIMITS, Completion, SamplingLimits, SamplingParams, TokenPrompt
-
-if TYPE_CHECKING:
-    from lightning_rlhf.rollout.sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -229,8 +226,8 @@ class RolloutEngine(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} takes merged weights only, not adapters")
 
-    def training_sampler(self, sampler: Sampler) -> Sampler:
-        """Return what samples the responses of training steps; validations use the given sampler."""
+    def training_sampler(self, sampler: Any) -> Any:
+        """Return the :class:`~.sampler.Sampler` of training steps, usually the given one, which validations use."""
         return sampler
 
     def sleep(self) -> None:  # noqa: B027 (most engines keep their memory)

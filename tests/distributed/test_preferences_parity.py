@@ -57,7 +57,8 @@ def test_three_updates_equal_those_of_one_process(strategy, ranks, alone, tmp_pa
     runs = [described(name, STRATEGIES[strategy], tmp_path) for name in RUNS]
     # Process groups of earlier runs keep their threads, which slow down later ones.
     half = len(runs) // 2
-    first, second = (run_ranks("tests.distributed.tasks:train", ranks, some) for some in (runs[:half], runs[half:]))
+    parts = (runs[:half], runs[half:])
+    first, second = (run_ranks("tests.distributed.tasks:train", ranks, some, seconds=430) for some in parts)
     answers = [one + other for one, other in zip(first, second, strict=True)]
     for number, name in enumerate(RUNS):
         for answer in answers:  # every rank logs the same

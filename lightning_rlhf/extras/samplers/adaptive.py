@@ -65,7 +65,7 @@ class Adaptive:
         self._feedback = RewardFeedback(self.reward, self.solved)
         callbacks.insert(0, self._feedback)  # before those that write metrics or save checkpoints
 
-    def row_order(self, keys: Sequence[Any], lengths: Sequence[int], seed: int, batch_size: int) -> AdaptiveOrder:
+    def row_order(self, keys: Sequence[Any], lengths: Sequence[int], seed: int, batch_size: int) -> EpochOrder:
         """Return the order of rows; see :class:`~lightning_rlhf.data.resumable.ObservingSampler`."""
         size = len(keys) if self.base is None else len(self.base.order([key[1] for key in keys], lengths, seed, 0))
         order = AdaptiveOrder(self, keys, lengths, seed, batch_size=batch_size, size=size)

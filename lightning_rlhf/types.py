@@ -851,28 +851,3 @@ class PreferenceBatch(TensorBatch):
     def real_lengths(self) -> Tensor:
         """(B,) tokens of both texts of a pair without padding."""
         return self.chosen.lengths + self.rejected.lengths
-
-
-@dataclass(frozen=True)
-class UnpairedBatch(TensorBatch):
-    """Texts that are labelled individually as desirable or not.
-
-    Args:
-        texts: B prompts with responses; the loss mask covers the responses.
-        desirable: (B,) bool, True for desirable responses.
-        position: (B,) int64, position of each text in the global batch, in whose order KTO pairs each prompt with the
-            response of the next text.
-    """
-
-    texts: SequenceBatch
-    desirable: Tensor
-    position: Tensor
-
-    def __post_init__(self) -> None:
-        expect_shape("UnpairedBatch.desirable", self.desirable, self.texts.lengths.shape)
-        expect_shape("UnpairedBatch.position", self.position, self.texts.lengths.shape)
-
-    @property
-    def total_lengths(self) -> Tensor:
-        """(B,) tokens of each text."""
-        return self.texts.lengths

@@ -14,7 +14,6 @@ from lightning_rlhf.types import (
     SamplingParams,
     SequenceBatch,
     TokenPrompt,
-    UnpairedBatch,
 )
 from tests.stand_ins import prompt_batch
 
@@ -218,14 +217,6 @@ def test_mismatched_pairs_are_rejected():
         PreferenceBatch(_sequences(), _sequences(), margin=torch.zeros(1))
     with pytest.raises(ValueError, match=r"^PreferenceBatch.rejected.lengths has shape \(1,\), expected \(2,\)$"):
         PreferenceBatch(_sequences(), _sequences(1, (3,)), margin=torch.zeros(2))
-
-
-def test_unpaired_texts_are_sliced_with_their_labels():
-    batch = UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True, False]), torch.tensor([4, 2]))
-    assert (len(batch), batch.total_lengths.tolist()) == (2, [3, 1])
-    assert batch[~batch.desirable].texts.lengths.tolist() == [1]
-    with pytest.raises(ValueError, match=r"^UnpairedBatch.desirable has shape \(1,\), expected \(2,\)$"):
-        UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True]), torch.tensor([0, 1]))
 
 
 def test_prompts_are_sliced_with_their_messages():

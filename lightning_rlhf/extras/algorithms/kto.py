@@ -12,10 +12,11 @@ from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.dpo import DPOModule
 from lightning_rlhf.extras.algorithms.preference_losses import KTOLoss
+from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedBatch
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
-from lightning_rlhf.types import SequenceBatch, UnpairedBatch
+from lightning_rlhf.types import SequenceBatch
 
 
 class KTOModule(DPOModule):

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
 from lightning_rlhf.data.columns import ANSWER, Fields
-from lightning_rlhf.types import UnpairedBatch
+from lightning_rlhf.types import SequenceBatch, TensorBatch, expect_shape
 
 _LabelledText = tuple[MaskedText, bool]
+
+
+@dataclass(frozen=True)
+class UnpairedBatch(TensorBatch):
+    """Texts that are labelled individually as desirable or not.
+
+    Args:
+        texts: B prompts with responses; the loss mask covers the responses.
+        desirable: (B,) bool, True for desirable responses.
+        position: (B,) int64, position of each text in the global batch, in whose order KTO pairs each prompt with the
+            response of the next text.
+    """
+
+    texts: SequenceBatch
+    desirable: Tensor
+    position: Tensor
+
+    def __post_init__(self) -> None:
+        expect_shape("UnpairedBatch.desirable", self.desirable, self.texts.lengths.shape)
+        expect_shape("UnpairedBatch.position", self.position, self.texts.lengths.shape)
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens of each text."""
+        return self.texts.lengths
 
 
 class UnpairedDataModule(AnswersDataModule):

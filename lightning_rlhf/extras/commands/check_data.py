@@ -28,6 +28,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted, for_terminal
 from lightning_rlhf.extras.algorithms.mixture import MixtureModule
+from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedBatch
 from lightning_rlhf.extras.commands.data_images import DataImages, ImageSpan
 from lightning_rlhf.extras.commands.preview import example_calls, preview
 from lightning_rlhf.extras.commands.run_config import (
@@ -49,7 +50,7 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns, read_columns
 from lightning_rlhf.run_checks import check_val_metric
-from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
+from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch
 
 FindSpans = Callable[[Sequence[int]], list[ImageSpan]]
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}

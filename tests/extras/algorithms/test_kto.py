@@ -8,8 +8,9 @@ import torch
 from lightning_rlhf import KTOModule, UnpairedDataModule
 from lightning_rlhf.extras.algorithms.kto import with_next_rows_response
 from lightning_rlhf.extras.algorithms.preference_losses import KTOLoss
+from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedBatch
 from lightning_rlhf.functional.data_ranks import ONE_RANK
-from lightning_rlhf.types import SequenceBatch, UnpairedBatch
+from lightning_rlhf.types import SequenceBatch
 from tests.data.rows_given import GivenRows, Letters
 from tests.extras.algorithms.test_dpo import logprobs, models
 from tests.helpers import assert_close, over_ranks

@@ -1,9 +1,12 @@
 """Unpaired data: texts are read like conversations, each with its label and its index."""
 
 import pytest
+import torch
 
 from lightning_rlhf import UnpairedDataModule
+from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedBatch
 from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedDataModule as Same
+from lightning_rlhf.types import SequenceBatch
 from tests.data.rows_given import GivenRows, Letters, error_of, first_batch, module_of
 
 ROWS = [{"prompt": "who?", "completion": " me", "label": True}, {"prompt": "a", "completion": "b", "label": False}]
@@ -60,3 +63,13 @@ def test_rank_gets_the_indices_of_its_share():
     module.setup("fit")
     shares = [module.collate([module.examples["train"][position]], [position], [position], 0) for position in (0, 1)]
     assert [share.position.tolist() for share in shares] == [[0], [1]]
+
+
+def test_unpaired_texts_are_sliced_with_their_labels():
+    ids = torch.ones(2, 3, dtype=torch.long)
+    texts = SequenceBatch(ids, torch.tensor([3, 1]), ids.bool())
+    batch = UnpairedBatch(texts, torch.tensor([True, False]), torch.tensor([4, 2]))
+    assert (len(batch), batch.total_lengths.tolist()) == (2, [3, 1])
+    assert batch[~batch.desirable].texts.lengths.tolist() == [1]
+    with pytest.raises(ValueError, match=r"^UnpairedBatch.desirable has shape \(1,\), expected \(2,\)$"):
+        UnpairedBatch(texts, torch.tensor([True]), torch.tensor([0, 1]))

@@ -7,6 +7,7 @@ import torch
 
 from lightning_rlhf.extras.algorithms.dpo import DPOModule
 from lightning_rlhf.extras.algorithms.kto import KTOModule
+from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedBatch
 from lightning_rlhf.extras.plan import traffic as terms
 from lightning_rlhf.extras.plan.activations import Pass
 from lightning_rlhf.extras.plan.architecture import architecture
@@ -14,7 +15,7 @@ from lightning_rlhf.extras.plan.setup import Role, Run, Work, precision, strateg
 from lightning_rlhf.extras.plan.traffic import traffic
 from lightning_rlhf.models import packed_calls
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.types import PreferenceBatch, SequenceBatch, UnpairedBatch
+from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.extras.plan.fakes import saved_by, source
 
 ROWS, LENGTH = 8, 30

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.algorithms.presets import GSPOModule as GSPOModule
     from lightning_rlhf.extras.algorithms.presets import OPOModule as OPOModule
     from lightning_rlhf.extras.algorithms.presets import SAPOModule as SAPOModule
+    from lightning_rlhf.extras.algorithms.ranked_rows import RankingDataModule as RankingDataModule
+    from lightning_rlhf.extras.algorithms.rankings import RankingRewardModule as RankingRewardModule
     from lightning_rlhf.extras.algorithms.response_pairs import OnlineDPOModule as OnlineDPOModule
     from lightning_rlhf.extras.algorithms.response_pairs import REBELModule as REBELModule
     from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedDataModule as UnpairedDataModule
@@ -67,6 +69,8 @@ _HOME = {
     "OnlineDPOModule": "lightning_rlhf.extras.algorithms.response_pairs",
     "OPOModule": "lightning_rlhf.extras.algorithms.presets",
     "PPOModule": "lightning_rlhf.modules.ppo",
+    "RankingDataModule": "lightning_rlhf.extras.algorithms.ranked_rows",
+    "RankingRewardModule": "lightning_rlhf.extras.algorithms.rankings",
     "REBELModule": "lightning_rlhf.extras.algorithms.response_pairs",
     "RLHFModule": "lightning_rlhf.modules.rlhf",
     "RLOOModule": "lightning_rlhf.modules.algorithms",

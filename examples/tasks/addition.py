@@ -7,8 +7,9 @@ answer. A tenth of all problems, selected by a hash, is held out and only used f
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from lightning_rlhf.data.rows import Row
@@ -117,6 +118,23 @@ class Preferences(Problems):
 
 
 @dataclass(frozen=True)
+class Rankings(Problems):
+    """Three to five ranked answers to each problem; columns ``prompt``, ``responses``, ``ranks``.
+
+    The first is correct, and the fewer wrong carries, the better. Equally many are the same rank.
+    """
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the rows with their locations."""
+        faults = [wrong for count in (1, 2, 3) for wrong in itertools.combinations(range(_COLUMNS), count)]
+        for number, (generator, a, b) in enumerate(self.draw()):
+            chosen = [(), *generator.sample(faults, generator.randint(2, 4))]
+            answers = [worked_answer(a, b, _at_all(wrong)) for wrong in chosen]
+            ranks = [1 + len(wrong) for wrong in chosen]
+            yield f"ranking {number}", {"prompt": f"{a:03d}+{b:03d}=", "responses": answers, "ranks": ranks}
+
+
+@dataclass(frozen=True)
 class Judgements(Problems):
     """One labelled answer to each problem; columns ``prompt``, ``completion``, ``label``.
 
@@ -143,6 +161,10 @@ def _forgetting(generator: random.Random, probability: float) -> _WrongCarry:
 
 def _only_at(wrong_column: int, carry_value: int) -> _WrongCarry:
     return lambda column, carry: column == wrong_column and carry == carry_value
+
+
+def _at_all(wrong_columns: Collection[int]) -> _WrongCarry:
+    return lambda column, carry: column in wrong_columns
 
 
 def _near_miss(generator: random.Random, a: int, b: int) -> str:

@@ -154,7 +154,7 @@ class Fields:
         value = parse_messages(written, self.roles) if field in _MESSAGE_FIELDS else written
         if isinstance(value, dict) and field in _MESSAGE_FIELDS:
             return "messages"
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        if field in _MESSAGE_FIELDS and isinstance(value, list) and value and isinstance(value[0], dict):
             return "messages" if value is written else "messages in JSON text"
         if not isinstance(value, str):
             return _type_name(value)

@@ -14,7 +14,7 @@ from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.objectives.pairwise_loss import PairwiseLoss
-from lightning_rlhf.types import PreferenceBatch
+from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 
 
 class RewardModule(PairModule):
@@ -50,12 +50,15 @@ class RewardModule(PairModule):
 
     def row_scores(self, rows: PreferenceBatch) -> Sequence[Tensor]:
         """Return (B,) scores of the preferred texts and of the others, from one forward pass."""
-        texts = concat_texts([rows.chosen, rows.rejected])
+        return self.scores_of(concat_texts([rows.chosen, rows.rejected])).chunk(2)
+
+    def scores_of(self, texts: SequenceBatch) -> Tensor:
+        """Return (B,) scores of the last token of each text. All ranks."""
         packing = self.layout.pack(texts, texts.input_ids.shape[1])
         ends = (texts.lengths - 1).unsqueeze(1)
         images = self.layout.images_of(texts)
         scores: Tensor = self.role_strategy.role("reward_model")(texts.input_ids, ends, packing, images)
-        return scores.squeeze(1).chunk(2)
+        return scores.squeeze(1)
 
     def losses(self, rows: PreferenceBatch, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
         """Return (B,) the loss of each pair, nats."""

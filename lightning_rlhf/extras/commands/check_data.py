@@ -28,6 +28,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted, for_terminal
 from lightning_rlhf.extras.algorithms.mixture import MixtureModule
+from lightning_rlhf.extras.algorithms.rankings import RankingBatch
 from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedBatch
 from lightning_rlhf.extras.commands.data_images import DataImages, ImageSpan
 from lightning_rlhf.extras.commands.preview import example_calls, preview
@@ -393,6 +394,13 @@ def describe_batch(batch: Any, tokenizer: Any, spans: FindSpans) -> dict[str, di
         return {"prompt": {"text": text, "tokens": len(ids), "trained": 0, "columns": columns}}
     if isinstance(batch, PreferenceBatch):
         texts = {"chosen": batch.chosen, "rejected": batch.rejected}
+    elif isinstance(batch, RankingBatch):
+        ranks = batch.ranks[0].tolist()
+        names = [
+            f"answer of rank {rank}" + f" ({ranks[:i].count(rank) + 1})" * (ranks.count(rank) > 1)
+            for i, rank in enumerate(ranks)
+        ]
+        texts = {name: batch.texts[[i]] for i, name in enumerate(names)}
     elif isinstance(batch, UnpairedBatch):
         texts = {"desirable text" if batch.desirable[0] else "undesirable text": batch.texts}
     else:

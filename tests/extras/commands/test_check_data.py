@@ -26,6 +26,7 @@ MODULES = {
     "lightning_rlhf.ConversationDataModule": "lightning_rlhf.SFTModule",
     "lightning_rlhf.PreferenceDataModule": "lightning_rlhf.DPOModule",
     "lightning_rlhf.UnpairedDataModule": "lightning_rlhf.KTOModule",
+    "lightning_rlhf.RankingDataModule": "lightning_rlhf.RankingRewardModule",
 }
 
 
@@ -62,7 +63,8 @@ def check_data(config, tmp_path, capsys):
         inputs["data"]["class_path"] = kind = data.pop("kind", inputs["data"]["class_path"])
         if module or (module := MODULES.get(kind)):
             actor = inputs["model"]["init_args"]["actor"]
-            inputs["model"] = {"class_path": module, "init_args": {"actor": actor}}
+            role = "reward_model" if module.endswith("RewardModule") else "actor"
+            inputs["model"] = {"class_path": module, "init_args": {role: actor}}
         instance |= data
         path = tmp_path / "x.yaml"
         path.write_text(yaml.safe_dump(inputs))
@@ -260,6 +262,16 @@ def test_trained_parts_of_texts_are_shown(check_data, config):
             "lightning_rlhf.UnpairedDataModule",
             {"prompt": "who?", "completion": "me", "label": False},
             ["  first undesirable text, 7 tokens, 3 of them trained on:", "    | who?⟦me</s>⟧"],
+        ),
+        (
+            "lightning_rlhf.RankingDataModule",
+            {"prompt": "who?", "answers": [{"answer": "me", "rank": 2}, {"answer": "you", "rank": 1}]},
+            [
+                "  first answer of rank 1, 8 tokens, 4 of them trained on:",
+                "    | who?⟦you</s>⟧",
+                "  first answer of rank 2, 7 tokens, 3 of them trained on:",
+                "    | who?⟦me</s>⟧",
+            ],
         ),
     ],
 )

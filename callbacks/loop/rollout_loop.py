@@ -50,7 +50,8 @@ class RolloutLoop(RolloutSettings, Callback):
             ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly. None leaves them
             out.
         val_answer: function that returns the answer of each completion, or None for a completion without an answer. In
-            YAML, a dotted path. Adds ``val/..._maj@k``, the reward of the most frequent answer of k samples.
+            YAML, a dotted path. Adds ``val/..._maj@k``, the reward of the most frequent answer of k samples. None uses
+            the ``pred`` in the dictionaries that a reward function returns: that of ``val_metric``, else the first one.
         validate_at_ends: whether to validate before the first and after the last step.
         check_rows: responses of each rollout for which the log-probs of engine and actor are compared after each sync.
             0 disables the check. With ``max_staleness``, the last tokens of the latest responses, at most 16 of each,

@@ -123,6 +123,7 @@ class RolloutValidation(Callback):
         self, trainer: Trainer, module: RLHFModule, batch: PromptBatch
     ) -> tuple[Rollout, list[Completion], list[Completion]]:
         """Return the rollout of greedy and sampled responses to each prompt, the sampled ones and the greedy ones."""
+        assert self.validation is not None
         chosen, roles = self.settings.samples, module.role_strategy
         samples = chosen.number
         state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
@@ -144,14 +145,17 @@ class RolloutValidation(Callback):
         sampled = completions(1, Sampling(samples, chosen.temperature, "validation", chosen.limits, longest))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * samples : (i + 1) * samples])]
 
-        def scored() -> Rollout:
+        def scored() -> tuple[Rollout, dict[str, list[str | None]]]:
             assembled = assemble(batch, ordered, chosen.temperature, environment, chosen.limits)
-            rollout = scorer.add_rewards(assembled, scorer.score(ordered))
-            if self._parts.teacher_prompts is None:
-                return rollout
-            return self._parts.teacher_prompts.add(rollout, batch.prompts, scorer.columns(ordered))
+            rewards = scorer.score(ordered)
+            rollout = scorer.add_rewards(assembled, rewards)
+            if self._parts.teacher_prompts is not None:
+                rollout = self._parts.teacher_prompts.add(rollout, batch.prompts, scorer.columns(ordered))
+            return rollout, rewards.answers
 
-        return roles.run_on_group_leader(scored), sampled, greedy
+        rollout, answers = roles.run_on_group_leader(scored)
+        self.validation.add_answers(answers)
+        return rollout, sampled, greedy
 
     def on_validation_batch_end(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.rewards.executor import MetricSums
 from lightning_rlhf.rollout.clock import means_over_ranks
 from lightning_rlhf.rollout.scorer import conversation_metrics
-from lightning_rlhf.types import Completion, PromptBatch, Rollout
+from lightning_rlhf.types import Completion, ConversationRecord, Prompt, PromptBatch, Rollout
 
 log = logging.getLogger(__name__)
 AnswerExtractor = Callable[[list[str]], Sequence[Hashable]]  # completions to their answers
@@ -133,7 +133,8 @@ class Validation:
         val_samples: N, at least 1.
         rewards: names of all reward functions.
         metric: name of the reward that is at least 1 for correct responses; None without one.
-        answer: function that returns the answers of completions, to find the most frequent one; None without it.
+        answer: function that returns the answers of completions, to find the most frequent one. None uses those that
+            reward functions found.
         sources: values of ``source`` or ``data_source`` in the data; each has separate metrics.
         scored: whether there are scores of a reward model.
         image_tokens: tokens that stand for the parts of an image.
@@ -212,46 +213,37 @@ class Validation:
             if len(self.samples) < _MAX_STORED_SAMPLES:
                 text = str(tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
                 texts_of = {"prompt": text, "response": texts[first]}
-                self._store(
-                    index=prompt.index,
-                    columns=dict(prompt.columns),
-                    texts=texts_of,
-                    rollout=rollout,
-                    position=first,
-                    tokenizer=tokenizer,
-                    completion=greedy[i] if greedy else None,
-                )
+                record = greedy[i].conversation if greedy else None
+                self._store(prompt, texts_of, rollout, first, tokenizer=tokenizer, record=record)
                 self._last_rows.append((i, self.rows[-1]))
 
     def _store(
         self,
-        index: int,
-        columns: dict[str, Any],
+        prompt: Prompt,
         texts: dict[str, str],
         rollout: Rollout,
         position: int,
         tokenizer: PreTrainedTokenizerBase,
-        completion: Completion | None,
+        record: ConversationRecord | None,
     ) -> None:
         """Store a prompt with its greedy response.
 
         Args:
-            index: index of the prompt's row in the data.
-            columns: columns of that row.
+            prompt: the prompt.
             texts: texts of prompt and response.
             rollout: rollout with the response.
             position: position of the response in it.
             tokenizer: tokenizer that decodes the parts of a conversation.
-            completion: completion of the response, for the end of its conversation; None for an ordinary one.
+            record: record of the response's conversation; None for an ordinary one.
         """
         rewards = {name: values[position].item() for name, values in rollout.rewards.items()}
-        record = None if completion is None else completion.conversation
+        columns = dict(prompt.columns)
         if record is not None and record.images:
             columns = {**columns, "images": [*(columns.get("images") or ()), *record.images]}
         self.samples.append({**columns, **texts, **rewards})  # these names replace columns
         self.rows.append(
             {
-                "index": index,
+                "index": prompt.index,
                 **texts,
                 **segments_of(tokenizer, rollout, position, self._image_tokens),
                 **({"ground_truth": columns["ground_truth"]} if "ground_truth" in columns else {}),
@@ -269,6 +261,19 @@ class Validation:
             **named,
             "rewards": rewards,
         }
+
+    def add_answers(self, answers: Mapping[str, Sequence[Hashable]]) -> None:
+        """Add the answers that reward functions found in a batch, for majority votes without a function ``answer``.
+
+        Those of the reward ``metric`` count, or, if it found none, those of the first that did.
+
+        Args:
+            answers: answers of B x (1 + N) responses by name of the reward; None does not vote.
+        """
+        if self._answer is None and answers:
+            names = sorted(answers, key=lambda name: (set(answers[name]) == {None}, name != self._metric))
+            chosen, size = answers[names[0]], 1 + self._val_samples
+            self._answers += [chosen[first + 1 : first + size] for first in range(0, len(chosen), size)]
 
     def add_scores(self, scores: Tensor) -> None:
         """Add the reward model's scores of the responses that were added last."""
@@ -359,7 +364,8 @@ class Validation:
             ranks: ranks with different prompts.
             first: :meth:`table` of the first validation of the run, with which this one is compared; None for none.
         """
-        answers = None if self._answer is None else self._answers
+        votes = self._answer is not None or any(each is not None for row in self._answers for each in row)
+        answers = self._answers if ranks.max(torch.tensor(float(votes))) else None  # the same names on all ranks
         statistics = {"response_tokens_mean": torch.cat(self._lengths)[:, 1:]}
         statistics["truncated_fraction"] = torch.cat(self._truncated)[:, 1:]
         if self._correctness is not None:

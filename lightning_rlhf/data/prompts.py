@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -101,19 +100,6 @@ class PromptDataModule(RowsDataModule):
         """Values of the column ``source`` or ``data_source`` in all rows, in alphabetical order."""
         rows = (example.columns for examples in self.examples.values() for example in examples)
         return sorted({name for name in map(source_of, rows) if name is not None})
-
-    def most_frequent_answer(self, part: str) -> tuple[str, float] | None:
-        """Return the most frequent correct answer and its fraction of the rows; None if no row has one.
-
-        Args:
-            part: part of the data, such as ``val``.
-        """
-        rows = self.examples.get(part, ())
-        answers = Counter(answer for answer in (correct_answer(row.columns) for row in rows) if answer is not None)
-        if not answers:
-            return None
-        answer, count = answers.most_common(1)[0]
-        return answer, count / len(rows)
 
     def answer_lengths(self, part: str, most: int | None = None) -> list[int]:
         """Return the numbers of tokens of the correct answers that are texts or numbers, without the end token.

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,11 +36,13 @@ class RolloutRewards:
         rewards: (B,) rewards by name, NaN where a function does not apply or failed.
         metrics: metrics of the reward functions.
         unknown: (B,) bool, True where a function with a weight failed and ``on_error`` is ``skip``.
+        answers: answer that each completion gives, by the name of the function that found it; None without an answer.
     """
 
     rewards: dict[str, Tensor]
     metrics: MetricSums
     unknown: Tensor
+    answers: dict[str, list[str | None]] = field(default_factory=dict)
 
 
 class RewardExecutor:
@@ -124,6 +126,7 @@ class RewardExecutor:
     ) -> RolloutRewards:
         """Wait for the calls of all functions; return their rewards and metrics."""
         rewards: dict[str, Tensor] = {}
+        answers: dict[str, list[str | None]] = {}
         metrics: MetricSums = {}
         count = len(columns["completions"])
         unknown = torch.zeros(count, dtype=torch.bool)
@@ -131,11 +134,13 @@ class RewardExecutor:
             results = self.results(function, calls[function.label])
             _raise_if_fatal(function, results, columns)
             rewards[function.label] = _reward_tensor(function, results, count)
+            nothing = [None] * _rows_per_call(function, count)
+            answers[function.label] = [each for result in results for each in getattr(result, "answers", nothing)]
             metrics |= _metric_sums(function, results, count)
             if function.on_error == "skip" and function.weight:
                 failed = torch.tensor([isinstance(result, RewardFailure) for result in results])
                 unknown |= failed.repeat_interleave(_rows_per_call(function, count))
-        return RolloutRewards(rewards, metrics, unknown)
+        return RolloutRewards(rewards, metrics, unknown, answers)
 
     def dry_run(self, columns: Mapping[str, list[Any]]) -> None:
         """Call every function that supports dry runs on made-up completions, before the run.

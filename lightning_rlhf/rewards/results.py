@@ -50,10 +50,12 @@ class RewardOutput:
     Args:
         values: one reward per completion, None where the function does not apply.
         metrics: further numbers by name; their means are logged.
+        answers: the answer that each completion gives, as text, for majority votes: verl's ``pred``. None without one.
     """
 
     values: list[float | None]
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    answers: list[str | None] = field(default_factory=list)
 
     def log(self, name: str, value: Any) -> None:
         """Add a number to a metric; values that are not finite numbers are ignored.
@@ -103,6 +105,7 @@ class RewardOutput:
                 f"returned {received}, expected a list of {counted(len(indices), 'number')}: one per completion"
             )
         self.values = [self._read_one(value, index) for value, index in zip(returned, indices, strict=True)]
+        self.answers = [_answer_in(value) for value in returned]
         return self
 
     def _read_one(self, returned: Any, index: int) -> float | None:
@@ -183,6 +186,12 @@ def _reads_chat_message(error: BaseException) -> bool:
     """Return whether the line that raised an error indexes with a key of chat messages, ``content`` or ``role``."""
     line = traceback.extract_tb(error.__traceback__)[-1:]
     return any(re.search(r"""\[\s*["'](content|role)["']\s*\]""", frame.line or "") for frame in line)
+
+
+def _answer_in(returned: Any) -> str | None:
+    """Return the answer in verl's dictionary as text; None without one, which is not an answer like others."""
+    pred = _to_plain(returned.get("pred")) if isinstance(returned, dict) else None
+    return None if pred in (None, "") else str(pred)
 
 
 def _fits_float32(value: Any) -> bool:

@@ -202,7 +202,7 @@ def with_environment(
     failed = torch.tensor([record.fault is not None for record in records])
     if reward_of_failed is not None:
         rewards = {name: values.masked_fill(failed, reward_of_failed) for name, values in rewards.items()}
-    return RolloutRewards(rewards, scored.metrics | conversation_metrics(completions), scored.unknown)
+    return replace(scored, rewards=rewards, metrics=scored.metrics | conversation_metrics(completions))
 
 
 def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:

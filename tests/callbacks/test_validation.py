@@ -352,6 +352,51 @@ def test_invalid_answers_of_the_vote_raise(tokenizer, answers):
         validation.add(*judged(REWARDS), tokenizer)
 
 
+def test_answers_that_rewards_return_vote_unless_a_function_extracts_them(tokenizer):
+    # Prompt 0: samples 1 0 0 0 with answers 7 8 8 none: 8 wins with 0. Prompt 1: 1 1 0 1 with 5 6 6 6: 6 with 2/3.
+    batch, rollout = judged([1, 1, 0, 0, 0, 0, 1, 1, 0, 1])
+    found = ["7", "7", "8", "8", None, "5", "5", "6", "6", "6"]
+    other = ["a"] * 10
+
+    def majority(answers, extract=None, metric="given"):
+        validation = Validation(4, ["given"], metric, extract)
+        validation.add_answers(answers)
+        validation.add(batch, rollout, tokenizer)
+        return validation.metrics(ONE_RANK)
+
+    expected = pytest.approx((0 + 2 / 3) / 2)
+    assert majority({"given": found})["val/maj@4"] == expected
+    assert majority({"given": found})["val/given_maj@4"] == expected
+    assert majority({"other": other, "given": found})["val/maj@4"] == expected  # of the metric
+    assert majority({"given": [None] * 10, "other": found})["val/maj@4"] == expected  # the first that found one
+    assert majority({"other": other, "more": found})["val/maj@4"] == pytest.approx((1 / 4 + 3 / 4) / 2)
+    assert "val/given_maj@4" not in majority({"given": [None] * 10})
+    extracted = majority({"given": found}, extract=lambda completions: ["a"] * len(completions))
+    assert extracted["val/maj@4"] == pytest.approx((1 / 4 + 3 / 4) / 2)
+
+
+def test_ranks_without_answers_log_the_same_names(tokenizer):
+    batch, rollout = judged(REWARDS)
+    answers = [["x"] * 5, [None] * 5]
+
+    def rank(number, ranks):
+        validation = Validation(4, ["given"], "given")
+        rows = list(range(5 * number, 5 * number + 5))
+        validation.add_answers({"given": answers[number]})
+        validation.add(batch[number : number + 1], rollout[rows], tokenizer)
+        return validation.metrics(ranks)
+
+    def rank_without_prompts(ranks):
+        return Validation(4, ["given"], "given").metrics(ranks)
+
+    first, second = over_ranks(*(partial(rank, number) for number in (0, 1)))
+    assert first == pytest.approx(second, nan_ok=True)
+    assert first["val/maj@4"] == pytest.approx((1 / 4 + 3 / 4) / 2)  # where nobody votes, all samples count
+    first, second = over_ranks(partial(rank, 0), rank_without_prompts)
+    assert first == pytest.approx(second, nan_ok=True)
+    assert first["val/maj@4"] == pytest.approx(1 / 4)
+
+
 # -- sources -----------------------------------------------------------------------------------------------------------
 
 
@@ -584,6 +629,24 @@ def test_votes_and_sources_under_a_trainer(run):
     for name in ("maj@3", "pass@3", "exact_maj@2", "exact_best@3", "exact_worst@2", "exact_sampled_std"):
         assert math.isfinite(result[f"val/{name}"])
         assert result[f"val/{name}"] == pytest.approx((result[f"val/ends/{name}"] + result[f"val/middle/{name}"]) / 2)
+
+
+def with_pred(solution_str, ground_truth):
+    return {"score": float(solution_str == ground_truth), "pred": solution_str[:1]}
+
+
+def test_verls_pred_votes_under_a_trainer_as_an_extracted_answer(run):
+    results = []
+    for answer in (None, first_letters):
+        loop = {
+            "val_samples": 3,
+            "val_metric": "with_pred",
+            "rewards": [RewardFunction(with_pred)],
+            "val_answer": answer,
+        }
+        results.append(run(loop=loop, data={"val": InMemory(ROWS)}, texts=("a", "b", "b", "d")).fit().metrics)
+    names = ["val/maj@3", "val/maj@2", "val/with_pred_maj@3"]
+    assert [results[0][name] for name in names] == [results[1][name] for name in names]
 
 
 def test_validation_does_not_change_the_global_random_state(run):

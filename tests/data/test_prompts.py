@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.extras.rewards.answers import most_frequent_answer
 from tests.data.rows_given import error_of, first_batch, module_of
 from tests.stand_ins import columns_of, each
 
@@ -76,11 +77,11 @@ def test_most_frequent_answer_is_that_of_texts_and_numbers():
     answers = ["b", "a", "a", 7, 7, 7, ["a"], None]
     module = module_of(PromptDataModule, *({"prompt": "x", "answer": answer} for answer in answers))
     module.setup("fit")
-    assert module.most_frequent_answer("train") == ("7", 3 / 8)
-    assert module.most_frequent_answer("val") is None
+    assert most_frequent_answer(module, "train") == ("7", 3 / 8)
+    assert most_frequent_answer(module, "val") is None
     without = module_of(PromptDataModule, {"prompt": "x"})
     without.setup("fit")
-    assert without.most_frequent_answer("train") is None
+    assert most_frequent_answer(without, "train") is None
 
 
 def test_answers_longer_than_a_response_are_a_warning():

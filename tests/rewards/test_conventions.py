@@ -88,6 +88,28 @@ def test_verls_dictionary_is_a_score_and_numbers_to_log():
     assert result.rewards["math_dapo"].tolist() == [1, -1]
     assert result.metrics["reward_math_dapo/acc"] == (1.0, 2.0)
     assert "reward_math_dapo/pred" not in result.metrics  # text has no mean
+    assert result.answers == {"math_dapo": [text[-1:] for text in OFFERED["completions"]]}  # votes in validations
+
+
+def preds(completions):
+    returned = [*({"score": 1, "pred": pred} for pred in (0, 1.5, None, "", ["a", 2], torch.tensor(3))), 1.0]
+    return [returned[int(text)] for text in completions]
+
+
+def fails_often(solution_str, ground_truth):
+    if len(solution_str) % 2:
+        raise ValueError
+    return {"score": 1.0, "pred": len(solution_str)}
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_answers_for_votes_are_text_and_none_without_one(timeout_s):
+    columns = {"completions": [*"0123456"]}
+    with RewardExecutor([RewardFunction(preds, timeout_s=timeout_s)]) as executor:
+        assert executor.score(columns).answers == {"preds": ["0", "1.5", None, None, "['a', 2]", "3", None]}
+    columns = {"completions": ["a", "bb", "ccc"], "ground_truth": ["", "", ""], "prompts": [""] * 3}
+    with RewardExecutor([RewardFunction(fails_often, on_error="skip", max_error_rate=1.0)]) as executor:
+        assert executor.score(columns).answers == {"fails_often": [None, "2", None]}
 
 
 def test_verls_functions_of_a_batch():

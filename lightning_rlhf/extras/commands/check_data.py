@@ -41,7 +41,7 @@ from lightning_rlhf.extras.commands.run_config import (
     parse_run_config,
 )
 from lightning_rlhf.extras.images.processor import image_token
-from lightning_rlhf.extras.rewards.answers import rewards_of_answers
+from lightning_rlhf.extras.rewards.answers import most_frequent_answer, rewards_of_answers
 from lightning_rlhf.extras.schema.inputs import mistakes_of_settings
 from lightning_rlhf.extras.schema.known import find
 from lightning_rlhf.models.positions import check_positions, max_positions
@@ -190,7 +190,7 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
         "unknown": report.describe_unknown(),
         "tokens": _quantiles(lengths) | {"all": sum(lengths)},
         "answer_tokens": _answer_tokens(data, part) if isinstance(data, PromptDataModule) else {},
-        "most_frequent_answer": data.most_frequent_answer(part) if isinstance(data, PromptDataModule) else None,
+        "most_frequent_answer": most_frequent_answer(data, part) if isinstance(data, PromptDataModule) else None,
         **({"images": totals} if totals else {}),
         "sample": _describe_row(data, images, examples, images.first(examples)),
     }

@@ -34,6 +34,7 @@ from lightning_rlhf.extras.console.held_out import (
 )
 from lightning_rlhf.extras.records.metrics_csv import MetricsCSV
 from lightning_rlhf.extras.records.val_metrics import shown_names, with_interval
+from lightning_rlhf.extras.rewards.answers import most_frequent_answer
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
@@ -250,7 +251,7 @@ class Console(RunPrinter):
             if trainer.is_global_zero and trainer.global_step == 0:
                 most_frequent = None
                 if isinstance(trainer.datamodule, PromptDataModule):
-                    most_frequent = trainer.datamodule.most_frequent_answer("val")
+                    most_frequent = most_frequent_answer(trainer.datamodule, "val")
                 if sentence := left_to_learn(metrics, most_frequent):
                     print(sentence, flush=True)
 

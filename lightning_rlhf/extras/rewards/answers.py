@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.prompts import PromptDataModule, correct_answer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
@@ -119,3 +120,18 @@ def _forms(answer: Any) -> tuple[str, str, str]:
         parts = [str(part) for part in answer]
         return written, " ".join(parts), ", ".join(parts)
     return written, str(answer), str(answer).lower()
+
+
+def most_frequent_answer(data: PromptDataModule, part: str) -> tuple[str, float] | None:
+    """Return the most frequent correct answer and its fraction of the rows; None if no row has one.
+
+    Args:
+        data: prompts with their correct answers.
+        part: part of the data, such as ``val``.
+    """
+    rows = data.examples.get(part, ())
+    answers = Counter(answer for answer in (correct_answer(row.columns) for row in rows) if answer is not None)
+    if not answers:
+        return None
+    answer, count = answers.most_common(1)[0]
+    return answer, count / len(rows)

@@ -17,6 +17,8 @@ from lightning_rlhf import (
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
+    RankingDataModule,
+    RankingRewardModule,
     REBELModule,
     RewardModule,
     RLHFModule,
@@ -64,6 +66,7 @@ SGD = partial(torch.optim.SGD, lr=0.01)
 LETTERS = CharacterTokenizer("abcdefg")
 PROMPTS = [{"prompt": letter, "source": "one" if letter < "c" else "two"} for letter in "abcd"]
 PAIRS = InMemory([{"prompt": "a", "chosen": "bb", "rejected": "cc"}] * 4)
+RANKED = InMemory([{"prompt": "a", "responses": ["b", "ab", "bb"], "ranks": [1, 2, 2]}] * 2)
 JUDGED = InMemory([{"prompt": "a", "completion": "bb", "label": label} for label in (True, False)] * 2)
 
 
@@ -206,6 +209,8 @@ def preferences(directory):
     judged = UnpairedDataModule(JUDGED, LETTERS, val=JUDGED, batch_size=2)
     result = dict(run(directory, DPOModule(TinyModel(), optimizer=SGD, sft_coef=1.0), pairs, []))
     result |= run(directory, KTOModule(TinyModel(), optimizer=SGD), judged, [])
+    ranked = RankingDataModule(RANKED, LETTERS, val=RANKED, batch_size=2)
+    result |= run(directory, RankingRewardModule(TinyModel(), optimizer=SGD), ranked, [])
     for module in (OnlineDPOModule, REBELModule):
         result |= fit(module(TinyModel(), minibatch_size=8), [rollout()]).callback_metrics
     return result

@@ -34,9 +34,9 @@ trainer:
 
 def test_page_has_rows_and_configurations():
     assert [name for name, _ in FORMATS] == [
-        f"{name}DataModule" for name in ("Prompt", "Conversation", "Preference", "Unpaired")
+        f"{name}DataModule" for name in ("Prompt", "Conversation", "Preference", "Unpaired", "Ranking")
     ]
-    assert (len(ROWS), len(CONFIGS)) == (15, 3)
+    assert (len(ROWS), len(CONFIGS)) == (20, 3)
 
 
 PAIRS = [("PromptDataModule", row) for name, row in ROWS if name == "PreferenceDataModule"]

@@ -15,7 +15,7 @@ CONSTRUCTOR_ARGUMENTS = 20
 YAML_VALUES = 45
 # Lines of code of the core, without docstrings, comments and blanks: what was reached. It may only fall, so a feature
 # of the core pays by deleting.
-CORE_LINES = 22_620
+CORE_LINES = 22_548
 
 
 def functions(path):

@@ -342,7 +342,9 @@ def test_checkpoints_contain_the_images_of_conversations():
 
 
 def test_checkpoint_of_conversations_without_a_field_of_images_is_read():
-    packed = packed_completions(StepRequests(3, prompts(), Sampling(1, 1.0), PendingCompletions(lambda: [completion()]), None))
+    packed = packed_completions(
+        StepRequests(3, prompts(), Sampling(1, 1.0), PendingCompletions(lambda: [completion()]), None)
+    )
     for name in ("images", "encoded_images"):
         del packed["conversations"][0][name]
     ((_, restored),) = unpacked_completions(packed)

@@ -13,8 +13,8 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.distillation import Divergence
-from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.extras.algorithms.given_rollouts import given_positions
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.given_responses import GivenResponses
 from tests.environments import worlds
 from tests.stand_ins import TINY_LLAMA, ScriptedEngine, TinyModel, quiet_trainer

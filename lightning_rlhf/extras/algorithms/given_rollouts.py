@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_rlhf.batching.sequences import concatenate
@@ -27,7 +27,7 @@ from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.types import AllowedTokens, Completion, ConversationTokens, PromptBatch, Rollout, SamplingLimits
 
 
-def check_given(settings: RolloutSettings, responses: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
+def check_given(settings: RolloutSettings, responses: GivenResponses, trainer: Any, module: RLHFModule) -> None:
     """Validate that module and data can use given responses.
 
     Raises:
@@ -93,7 +93,7 @@ def given_positions(given: GivenResponses, prompts: PromptBatch) -> list[int]:
 
 
 def with_given_responses(
-    source: Source, given: GivenResponses, settings: RolloutSettings, trainer: Trainer, clock: Clock
+    source: Source, given: GivenResponses, settings: RolloutSettings, trainer: Any, clock: Clock
 ) -> Source:
     """Return a source that adds given responses to the sampled ones."""
     return WithGiven(

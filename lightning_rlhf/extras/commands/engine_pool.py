@@ -144,6 +144,7 @@ def _work(connection: socket.socket, log: Path, arguments: list[str]) -> None:
     """Be one of the processes: load the model, then generate until the connection closes."""
     from lightning_rlhf.expected_errors import ExpectedError
     from lightning_rlhf.extras.commands import generate
+    from lightning_rlhf.extras.commands.response_backends import prompts_digest
 
     with connection, connection.makefile("rw", encoding="utf-8") as lines:
 
@@ -153,7 +154,7 @@ def _work(connection: socket.socket, log: Path, arguments: list[str]) -> None:
 
         try:
             with generate.started(arguments, log) as (backend, prompts, options, description):
-                reply(description=description, prompts=generate.prompts_digest(prompts))
+                reply(description=description, prompts=prompts_digest(prompts))
                 while line := lines.readline():
                     rows, tokens = generate.generate_rows(backend, prompts, range(*json.loads(line)), options)
                     reply(rows=rows, tokens=tokens)

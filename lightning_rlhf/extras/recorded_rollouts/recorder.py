@@ -55,14 +55,14 @@ class RolloutRecorder(Callback):
             UsageError: there is no RolloutLoop.
         """
         check_module(self, pl_module, RLHFModule)
-        if not any(isinstance(callback, RolloutLoop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        if not any(isinstance(callback, RolloutLoop) for callback in trainer.callbacks):
             raise UsageError("RolloutRecorder keeps the responses of a RolloutLoop: add it, or remove RolloutRecorder")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
         """Write the file of the step. All ranks."""
-        sampled = next(each for each in trainer.callbacks if isinstance(each, RolloutLoop)).sampled  # type: ignore[attr-defined]
+        sampled = next(each for each in trainer.callbacks if isinstance(each, RolloutLoop)).sampled
         is_own = pl_module.role_strategy.is_group_leader
         parts = [recorded(each) for each in sampled.requests] if is_own and sampled is not None else []
         of_ranks = ranks.from_all_ranks(parts)

@@ -60,7 +60,7 @@ class Adaptive:
 
     def attach(self, trainer: Trainer) -> None:
         """Add the callback that observes rewards; see :class:`~lightning_rlhf.data.resumable.ObservingSampler`."""
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, RewardFeedback)]
         self._feedback = RewardFeedback(self.reward, self.solved)
         callbacks.insert(0, self._feedback)  # before those that write metrics or save checkpoints

@@ -72,7 +72,7 @@ class RewardFeedback(Callback):
             UsageError: the module has no rollouts, or no reward has this name.
         """
         check_module(self, pl_module, RLHFModule)
-        loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]  # type: ignore[attr-defined]
+        loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
         if not loops:
             raise UsageError(
                 "Adaptive reads rows by their rewards, which needs a RolloutLoop: add it, or another sampler"

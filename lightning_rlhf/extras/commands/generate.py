@@ -6,8 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from lightning_rlhf.data.image_parts import converted_images
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.extras.commands import row_images
-from lightning_rlhf.extras.commands.engine_pool import EnginePool, engine_environments
 from lightning_rlhf.extras.commands.exit_codes import ended_by_sigterm, failure_code_1
 from lightning_rlhf.extras.commands.options import (
     ROLES_HELP,
@@ -61,7 +59,6 @@ _EPILOG = """Each line of the output is a row of the prompts with its responses.
 continues; the seed of a response does not depend on the batch size.
 
   lightning-rlhf generate --model runs/quickstart/ppo/export --prompts questions.jsonl --to answers.jsonl -n 4
-  lightning-rlhf generate --model models/x --engines 8 --prompts questions.jsonl --to answers.jsonl
   lightning-rlhf generate --server http://127.0.0.1:8000 --api-key-env KEY --prompts questions.jsonl --to answers.jsonl
 """
 _DEFAULT_TOKENS = 512
@@ -90,9 +87,6 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="(default: auto)")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16 with a GPU, else float32)")
     model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
-    model.add_argument(
-        "--engines", type=int, default=1, metavar="N", help="engines that share the prompts, each on its own GPUs"
-    )
     model.add_argument("--environment", metavar="CONFIG.yaml", help="run whose environment replies to the model")
     model.add_argument(
         "--server", nargs="+", metavar="URL", help="servers of a model with OpenAI's API, used instead of an engine"
@@ -130,13 +124,16 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0; 2 for a mistake found before anything was generated; 1 if it ended before the last prompt.
     """
-    options = parse(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.server is None and options.model is None:
+        parser.error("set --model or --server")
     configure_messages()
     add_import_folders()
     _check_options(options)
     try:
         with options_of_commands(), ended_by_sigterm(), closing(_make_backend(options)) as backend:
-            rows = _generate_file(backend, options, arguments)
+            rows = _generate_file(backend, options)
     except KeyboardInterrupt:
         print("lightning-rlhf: interrupted; the same command continues from here", file=sys.stderr)
         return 1
@@ -144,38 +141,15 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; exits for a mistake in it."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    if options.server is None and options.model is None:
-        parser.error("set --model or --server")
-    return options
-
-
-@contextmanager
-def started(
-    arguments: Sequence[str], log: Path
-) -> Iterator[tuple[ResponseBackend, list[RowPrompt], argparse.Namespace, str]]:
-    """Start the engine of a command line in this process; yield it, the prompts, the options, and its description."""
-    options = parse(arguments)
-    add_import_folders()
-    with options_of_commands(), closing(_make_backend(options)) as backend:
-        prompts = _read_prompts(backend, options)
-        yield backend, prompts, options, backend.prepare(_longest(prompts), log)
-
-
 def _check_options(options: argparse.Namespace) -> None:
     if options.to.suffix != ".jsonl":
         raise UsageError(f"--to must end with .jsonl, got {str(options.to)!r}")
-    for name in ("n", "batch_size", "concurrency", "tensor_parallel_size", "engines"):
+    for name in ("n", "batch_size", "concurrency", "tensor_parallel_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1, got {value}")
     if options.api_key_env is not None and options.server is None:
         raise UsageError("--api-key-env needs --server")
-    if options.engines > 1 and options.server is not None:
-        raise UsageError("--engines needs --model: to use several servers, name them all after --server")
     if options.environment is not None and options.server is not None:
         raise UsageError("--environment needs --model: conversations need the tokens of an engine on this machine")
 
@@ -217,40 +191,25 @@ def _conversations(path: str, config: Namespace) -> Conversations:
     return Conversations(settings, data, json.loads(json.dumps(identity, default=vars)))
 
 
-def _read_prompts(backend: ResponseBackend, options: argparse.Namespace) -> list[RowPrompt]:
+def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int:
+    """Read the prompts, generate the missing responses, and return the number of rows."""
+    columns = parse_columns(options.columns)
+    images = ImageSettings(folder=options.images)
+    roles = parse_roles(options.roles)
     prompts = backend.read_prompts(
-        options.prompts,
-        parse_columns(options.columns),
-        options.on_bad_row,
-        options.as_messages,
-        images=ImageSettings(folder=options.images),
-        roles=parse_roles(options.roles),
+        options.prompts, columns, options.on_bad_row, options.as_messages, images=images, roles=roles
     )
     _check_columns(prompts)
-    return prompts
-
-
-def _longest(prompts: Sequence[RowPrompt]) -> int:
-    return max(len(prompt.ids) for prompt in prompts)
-
-
-def _generate_file(backend: ResponseBackend, options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Read the prompts, generate the missing responses, and return the number of rows."""
-    prompts = _read_prompts(backend, options)
-    digest = prompts_digest(prompts)
-    settings = {**backend.identity(), "prompts": digest}
+    settings = {**backend.identity(), "prompts": prompts_digest(prompts)}
     for name in ("n", "temperature", "top_p", "top_k", "max_tokens", "seed"):
         settings[name] = getattr(options, name)
-    environments = engine_environments(options.engines, options.tensor_parallel_size) if options.engines > 1 else []
     with closing(ResponsesFile(options.to, settings, len(prompts))) as file:
         if done := file.begin():
             print(f"{file.path} has {done} of {len(prompts)} rows already")
-        if done < len(prompts) and environments:
-            _generate_by_several(file, options, EnginePool(arguments, environments, options.to), digest)
-        elif done < len(prompts):
+        if done < len(prompts):
             log = options.to.with_name(f"{options.to.name}.engine.log")
             print("starting the engine", flush=True)
-            print(f"generated by {backend.prepare(_longest(prompts), log)}")
+            print(f"generated by {backend.prepare(max(len(prompt.ids) for prompt in prompts), log)}")
             with failure_code_1():
                 _generate(backend, prompts, file, options)
             log.unlink(missing_ok=True)
@@ -268,115 +227,31 @@ def _generate(
     backend: ResponseBackend, prompts: list[RowPrompt], file: ResponsesFile, options: argparse.Namespace
 ) -> None:
     """Generate the responses to the prompts after the last row of a file, and write them batch by batch."""
-    progress, size = _Progress(file), _BatchSize(options)
-    while file.done < len(prompts):
-        rows, tokens = generate_rows(backend, prompts, size.next(file.done, len(prompts)), options)
-        size.adjust()
-        file.append(rows)
-        progress.show(tokens)
-
-
-def _generate_by_several(file: ResponsesFile, options: argparse.Namespace, pool: EnginePool, prompts: str) -> None:
-    """Generate by engines that get the next prompts when they are done, and write the rows in order.
-
-    Args:
-        file: file to continue.
-        options: options of the command.
-        pool: engines, which are ended.
-        prompts: digest of the prompts.
-    """
-    succeeded = False
-    try:
-        with failure_code_1():
-            print(f"starting {options.engines} engines", flush=True)
-            print(f"generated by {pool.wait(prompts)}")
-            progress, begun = _Progress(file), file.done
-            sizes = [_BatchSize(options, options.engines) for _ in range(options.engines)]
-            asked: dict[int, int] = {}  # first position of what an engine generates
-            ready: dict[int, list[dict[str, Any]]] = {}  # rows by their first position, which earlier ones precede
-            while file.done < file.total:
-                while pool.idle and begun < file.total:
-                    engine = min(pool.idle)
-                    positions = sizes[engine].next(begun, file.total)
-                    pool.ask(engine, positions)
-                    asked[engine], begun = begun, positions.stop
-                engine, rows, tokens = pool.next_rows()
-                sizes[engine].adjust()
-                ready[asked.pop(engine)] = rows
-                while file.done in ready:
-                    file.append(ready.pop(file.done))
-                progress.show(tokens)
-        succeeded = True
-    finally:
-        pool.close(remove_logs=succeeded)
-
-
-class _BatchSize:
-    """Number of prompts that an engine gets at once: a fixed one, or that of about 20 seconds."""
-
-    def __init__(self, options: argparse.Namespace, engines: int = 1) -> None:
-        self._fixed = options.batch_size
-        self._engines = engines
-        self._size = options.batch_size or max(1, _RESPONSES // options.n)
-        self._asked, self._began = 0, 0.0
-
-    def next(self, first: int, total: int) -> range:
-        """Return the next positions; towards the end of a file each engine gets a part of the rest."""
-        self._asked = min(self._size, -(-(total - first) // self._engines))
-        self._began = time.monotonic()
-        return range(first, first + self._asked)
-
-    def adjust(self) -> None:
-        """Learn from the time since the last positions."""
-        if self._fixed is None:
-            seconds = max(time.monotonic() - self._began, 1e-3)
-            self._size = max(1, round(self._asked * min(2.0, _SECONDS / seconds)))
-
-
-class _Progress:
-    """Lines with the rows, tokens and speed of a file."""
-
-    def __init__(self, file: ResponsesFile) -> None:
-        self._file = file
-        self._tokens = 0
-        self._began = time.monotonic()
-
-    def show(self, tokens: int) -> None:
-        """Print a line after ``tokens`` further tokens."""
-        self._tokens += tokens
-        speed = self._tokens / max(time.monotonic() - self._began, 1e-3)
-        rows = f"{self._file.done} of {self._file.total} prompts"
-        print(f"{rows}, {self._tokens} tokens, {speed:.0f} tokens/s", flush=True)
-
-
-def generate_rows(
-    backend: ResponseBackend, prompts: Sequence[RowPrompt], positions: range, options: argparse.Namespace
-) -> tuple[list[dict[str, Any]], int]:
-    """Generate the responses to some prompts.
-
-    Args:
-        backend: engine or servers.
-        prompts: all prompts of the file.
-        positions: positions of those prompts in the file, from which the seeds follow.
-        options: options of the command.
-
-    Returns:
-        Rows of the file, and the number of sampled tokens.
-    """
     n = options.n
-    requests = [
-        ResponseRequest(
-            prompt=prompts[position],
-            seed=derive_seed(options.seed, "generate", position, sample),
-            environment_seed=derive_seed(options.seed, "environment", position),
-        )
-        for position in positions
-        for sample in range(n)
-    ]
-    responses = backend.generate(requests)
-    groups = [responses[first : first + n] for first in range(0, len(responses), n)]
-    rows = [_row(prompts[position], group) for position, group in zip(positions, groups, strict=True)]
-    return rows, sum(response.tokens or 0 for response in responses)
+    size = options.batch_size or max(1, _RESPONSES // n)
+    tokens = 0
+    began = last = time.monotonic()
+    while file.done < len(prompts):
+        positions = range(file.done, min(file.done + size, len(prompts)))
+        requests = [
+            ResponseRequest(
+                prompt=prompts[position],
+                seed=derive_seed(options.seed, "generate", position, sample),
+                environment_seed=derive_seed(options.seed, "environment", position),
+            )
+            for position in positions
+            for sample in range(n)
+        ]
+        responses = backend.generate(requests)
+        groups = [responses[first : first + n] for first in range(0, len(responses), n)]
+        file.append([_row(prompts[position], group) for position, group in zip(positions, groups, strict=True)])
+        tokens += sum(response.tokens or 0 for response in responses)
+        now = time.monotonic()
+        if options.batch_size is None:
+            size = max(1, round(size * min(2.0, _SECONDS / max(now - last, 1e-3))))
+        last = now
+        speed = tokens / (now - began)
+        print(f"{file.done} of {len(prompts)} prompts, {tokens} tokens, {speed:.0f} tokens/s", flush=True)
 
 
 def _row(prompt: RowPrompt, responses: list[Response]) -> dict[str, Any]:

@@ -190,6 +190,8 @@ def _execute(suite: Suite, run: SuiteRun, options: argparse.Namespace) -> None:
     environment = inherited_environment([suite.key, "OPENAI_BASE_URL"])
     if run.server is not None:
         environment[suite.key] = read_key(options.api_key_env) if options.api_key_env else "none"
+    root = str(Path(__file__).resolve().parents[3])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     with write_errors(run.folder, "choose another --to"):
         command = [*_LAUNCH, *suite.command(run)]
         file = log.open("wb")

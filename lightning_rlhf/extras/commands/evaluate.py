@@ -36,12 +36,6 @@ files for the same rows, such as before and after training, the differences from
 
 --keep writes rows for training: best is the best response to each prompt, above R all different ones with a reward
 above R, pairs the best and the worst as chosen and rejected. Several rewards are summed.
-
---suite runs tasks of lm-evaluation-harness or inspect-ai, which you install, and takes their own options after --.
-
-  lightning-rlhf evaluate --suite lm-eval --model models/x --tasks gsm8k --chat-template --to results/x
-  lightning-rlhf evaluate --suite inspect --server http://127.0.0.1:8000 --api-key-env KEY --tasks task.py \\
-      --chat-template --to results/y -- -T grade=5
 """
 
 
@@ -49,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = command_parser("evaluate", "Score a file of responses, for each source of data.", _EPILOG)
     parser.add_argument(
-        "files", nargs="*", metavar="FILE", help="rows with responses: .jsonl, .json, .csv, .parquet, ..."
+        "files", nargs="+", metavar="FILE", help="rows with responses: .jsonl, .json, .csv, .parquet, ..."
     )
     parser.add_argument(
         "--reward", action="append", default=[], metavar="FUNCTION", help="file.py:name or module:name; can be repeated"
@@ -67,39 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the whole report")
     parser.add_argument("--keep", nargs="+", metavar="CHOICE", help="responses to write to --to: best, above R, pairs")
-    parser.add_argument(
-        "--to", type=Path, metavar="FILE.jsonl", help="rows for SFT or, of pairs, for DPO; a folder for --suite"
-    )
-    _add_suite_options(parser)
+    parser.add_argument("--to", type=Path, metavar="FILE.jsonl", help="rows for SFT or, of pairs, for DPO")
     return parser
-
-
-def _add_suite_options(parser: argparse.ArgumentParser) -> None:
-    suite = parser.add_argument_group("tasks of another package")
-    suite.add_argument("--suite", choices=("lm-eval", "inspect"), help="package that asks the model and scores it")
-    suite.add_argument("--model", metavar="DIR", help="an export or a hub id, or a server's name of it")
-    suite.add_argument("--server", nargs="+", metavar="URL", help="server with OpenAI's API, used instead of an engine")
-    suite.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
-    suite.add_argument("--tokenizer", metavar="DIR", help="tokenizer of a server's model, for log-likelihoods")
-    suite.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="names of tasks, or their files")
-    suite.add_argument("--include-path", metavar="DIR", help="folder with tasks of your own, for lm-eval")
-    suite.add_argument("--limit", type=int, metavar="N", help="rows of each task (default: all)")
-    suite.add_argument("--fewshot", type=int, metavar="N", help="solved examples before a prompt, for lm-eval")
-    suite.add_argument(
-        "--chat-template",
-        action=argparse.BooleanOptionalAction,
-        help="render prompts by the chat template; needed if there is one",
-    )
-    suite.add_argument("--max-tokens", type=int, metavar="N", help="length of a response (default: the task's)")
-    suite.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the task's)")
-    suite.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="(default: auto)")
-    suite.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16 with a GPU, else float32)")
-    suite.add_argument(
-        "--batch-size", type=int, metavar="N", default=8, help="rows at once in transformers (default: 8)"
-    )
-    suite.add_argument(
-        "--concurrency", type=int, metavar="N", default=50, help="requests to a server at once (default: 50)"
-    )
 
 
 @one_line_errors
@@ -109,17 +72,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0; 2 for a mistake found before the responses were scored; 1 if a reward function failed.
     """
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    own, further = arguments[:end], arguments[end + 1 :]
-    parser = make_parser()
-    options = parser.parse_args(own)
-    if options.suite is not None:
-        from lightning_rlhf.extras.suites.command import run_suite
-
-        return run_suite(options, further)
-    options.files += further
-    if not options.files:
-        parser.error("the following arguments are required: FILE, or --suite")
+    options = make_parser().parse_args(arguments)
     add_import_folders()
     _check_options(options)
     keep = check_target(options.to, options.keep, len(options.files))
@@ -177,9 +130,6 @@ def _reads_images(reward: RewardFunction) -> bool:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    needs_suite = ("model", "server", "tasks", "tokenizer", "include_path", "limit", "fewshot", "chat_template")
-    if given := next((name for name in needs_suite if getattr(options, name) not in (None, [])), None):
-        raise UsageError(f"--{given.replace('_', '-')} needs --suite: for responses of a model, call generate before")
     if math.isnan(options.correct_at):
         raise UsageError("--correct-at must be a number, got nan")
     repeated = next((name for i, name in enumerate(options.files) if name in options.files[:i]), None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,16 +22,3 @@ def failure_code_1(shows_cause: bool = False) -> Iterator[None]:
         if shows_cause:
             print_cause(error)
         raise CLIError(str(error), code=1) from error
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, so that engines and child processes end and their files are removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

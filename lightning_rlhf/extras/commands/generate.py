@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from lightning_rlhf.data.image_parts import converted_images
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.extras.commands import row_images
-from lightning_rlhf.extras.commands.exit_codes import ended_by_sigterm, failure_code_1
+from lightning_rlhf.extras.commands.exit_codes import failure_code_1
 from lightning_rlhf.extras.commands.options import (
     ROLES_HELP,
     command_parser,
@@ -132,13 +135,26 @@ def run(arguments: list[str]) -> int:
     add_import_folders()
     _check_options(options)
     try:
-        with options_of_commands(), ended_by_sigterm(), closing(_make_backend(options)) as backend:
+        with options_of_commands(), _ended_by_sigterm(), closing(_make_backend(options)) as backend:
             rows = _generate_file(backend, options)
     except KeyboardInterrupt:
         print("lightning-rlhf: interrupted; the same command continues from here", file=sys.stderr)
         return 1
     print(f"{options.to} has {counted(rows, 'row')}")
     return 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, so that the engine ends and its files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -360,41 +360,6 @@ def weights_digest(model: str) -> str:
     return ""
 
 
-def served_model(url: str, key_env: str | None, name: str | None = None) -> dict[str, Any]:
-    """Return what a server with OpenAI's API lists about a model: ``id``, of vLLM also ``max_model_len``.
-
-    Args:
-        url: address without ``/v1``.
-        key_env: name of the environment variable with the key; None sends none.
-        name: name of the model; None is the only one.
-
-    Raises:
-        UsageError: no server answers, it lists no models, or ``name`` does not select one of them.
-    """
-    import httpx
-
-    headers = {}
-    if key_env:
-        headers = {"Authorization": f"Bearer {read_key(key_env)}"}
-    models = f"{url}/v1/models"
-    try:
-        response = httpx.get(models, headers=headers, timeout=30, trust_env=False)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise UsageError(f"no server answers at {url} ({error}): start it, or change --server") from error
-    if response.status_code != 200:
-        raise UsageError(f"{models} answered {response.status_code}{_HINTS.get(response.status_code, '')}")
-    try:
-        entries = {str(entry["id"]): entry for entry in response.json()["data"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{models} lists no models{_HINTS[404]}") from error
-    if name is None and len(entries) == 1:
-        return next(iter(entries.values()))
-    if name not in entries:
-        asked = "" if name is None else f", not {name}"
-        raise UsageError(f"{url} serves {', '.join(entries) or 'no model'}{asked}: set --model to one of them")
-    return entries[name]
-
-
 class ServerBackend:
     """Servers of a model with OpenAI's API: they continue text, and apply their chat template to messages.
 
@@ -425,11 +390,32 @@ class ServerBackend:
         self._model = model or self._common_model(urls, key_env)
 
     def _common_model(self, urls: Sequence[str], key_env: str | None) -> str:
-        served = {url: str(served_model(url, key_env)["id"]) for url in urls}
+        served = {url: self._only_model(url, key_env) for url in urls}
         if len(set(served.values())) > 1:
             names = ", ".join(f"{name} at {url}" for url, name in served.items())
             raise UsageError(f"the servers have different models: {names}. List servers of one model")
         return served[urls[0]]
+
+    def _only_model(self, url: str, key_env: str | None) -> str:
+        import httpx
+
+        headers = {}
+        if key_env:
+            headers = {"Authorization": f"Bearer {read_key(key_env)}"}
+        models = f"{url}/v1/models"
+        try:
+            response = httpx.get(models, headers=headers, timeout=30, trust_env=False)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise UsageError(f"no server answers at {url} ({error}): start it, or change --server") from error
+        if response.status_code != 200:
+            raise UsageError(f"{models} answered {response.status_code}{_HINTS.get(response.status_code, '')}")
+        try:
+            names = [str(entry["id"]) for entry in response.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{models} lists no models{_HINTS[404]}") from error
+        if len(names) != 1:
+            raise UsageError(f"{url} serves {', '.join(names) or 'no model'}: set --model to one of them")
+        return names[0]
 
     def identity(self) -> dict[str, Any]:
         """See :class:`EngineBackend`; the address is left out, so that another server can continue the file."""

@@ -58,12 +58,39 @@ class ResponsesFile:
             raise UsageError(f"{self.path} exists already and was not written by generate: choose another name")
         with write_errors(self.path, "choose another name"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = locked_settings(self._settings_path, self._settings, self.path)
+            self._lock = self._settings_path.open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{self.path} is being written by another process: wait for it") from None
+        self._check_settings(self._lock)
         if self.path.exists():
             self.done = _remove_incomplete_line(self.path)
         if self.done > self.total:
             raise UsageError(f"{self.path} has {self.done} rows for {self.total} prompts: choose another name")
         return self.done
+
+    def _check_settings(self, file: IO[str]) -> None:
+        """Compare the settings with those in the file, or write them if it is empty."""
+        file.seek(0)
+        text = file.read()
+        if not text:
+            with write_errors(self.path, "choose another name"):
+                file.write(json.dumps(self._settings, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        try:
+            earlier = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{self._settings_path} is damaged: remove it and {self.path}") from error
+        names = [name for name in {**earlier, **self._settings} if earlier.get(name) != self._settings.get(name)]
+        if names:
+            changes = "; ".join(f"{name} was {earlier.get(name)!r}, is {self._settings.get(name)!r}" for name in names)
+            raise UsageError(
+                f"{self.path} was started with other settings ({changes}): use the same, choose another name, or "
+                f"remove the file and {self._settings_path.name}"
+            )
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows, and sync them to the disk.
@@ -83,57 +110,6 @@ class ResponsesFile:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def locked_settings(path: Path, settings: Mapping[str, Any], output: Path) -> IO[str]:
-    """Lock the file with the settings of an output; write them, or compare them with those of an earlier call.
-
-    Args:
-        path: file of the settings, which is created.
-        settings: settings that determine the output, as plain values.
-        output: what they belong to, for messages.
-
-    Returns:
-        The file; closing it releases the lock.
-
-    Raises:
-        UsageError: the output has other settings, is in use, or cannot be written.
-    """
-    with write_errors(output, "choose another name"):
-        file = path.open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _check_settings(file, settings, output)
-    except BlockingIOError:
-        file.close()
-        raise UsageError(f"{output} is being written by another process: wait for it") from None
-    except UsageError:
-        file.close()
-        raise
-    return file
-
-
-def _check_settings(file: IO[str], settings: Mapping[str, Any], output: Path) -> None:
-    """Compare the settings with those in the file, or write them if it is empty."""
-    file.seek(0)
-    text = file.read()
-    if not text:
-        with write_errors(output, "choose another name"):
-            file.write(json.dumps(settings, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return
-    try:
-        earlier = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{file.name} is damaged: remove it and {output}") from error
-    names = [name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)]
-    if names:
-        changes = "; ".join(f"{name} was {earlier.get(name)!r}, is {settings.get(name)!r}" for name in names)
-        raise UsageError(
-            f"{output} was started with other settings ({changes}): use the same, choose another name, or remove it "
-            f"and {Path(file.name).name}"
-        )
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def test_loss_of_a_case_by_hand(written):
 def test_run_with_estimator_and_loss(written, fit, config, form):
     settings = {"actor": config["model"]["init_args"]["actor"], "minibatch_size": 4}
     if form != "module":
-        (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+        block, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
         model = yaml.safe_load(block)["model"]
         is_function = form.startswith("function")
         loss = "losses.py:plain_ratio" if is_function else {"class_path": "my_algorithms.SquaredRatio"}

@@ -27,10 +27,10 @@ class Adaptive:
     """Reads rows by the rewards that their responses got: the product of the weights of its parts decides how often.
 
     The rows are passed in a shuffled order, pass after pass. A row with the largest weight is read in every pass, and
-    one with a tenth of it in every tenth on average. So without a reward, or if all weights are equal, you get the
-    order of a run without a sampler. No row is in a batch twice. If too few rows have a weight above 0, the batch is
-    filled with others, and ``sampler/filled_fraction`` counts them. With ``max_staleness`` k, a batch is chosen k steps
-    before it is trained on, by the rewards that are known then.
+    one with a tenth of it in every tenth on average. If all weights are equal and ``batch_size`` divides the rows, you
+    get the shuffled order of a run without a sampler. No row is in a batch twice. If too few rows have a weight above
+    0, the batch is filled with others, and ``sampler/filled_fraction`` counts them. With ``max_staleness`` k, a batch
+    is chosen k steps before it is trained on, by the rewards that are known then.
 
     Args:
         parts: what weighs rows, such as ``Pools`` and ``Gates``.
@@ -62,7 +62,7 @@ class Adaptive:
         """Add the callback that observes rewards; see :class:`~lightning_rlhf.data.resumable.ObservingSampler`."""
         callbacks: list[Any] = trainer.callbacks
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, RewardFeedback)]
-        self._feedback = RewardFeedback(self.reward, self.solved)
+        self._feedback = RewardFeedback(self.reward)
         callbacks.insert(0, self._feedback)  # before those that write metrics or save checkpoints
 
     def row_order(self, keys: Sequence[Any], lengths: Sequence[int], seed: int, batch_size: int) -> EpochOrder:
@@ -147,15 +147,16 @@ class AdaptiveOrder(EpochOrder):
         probabilities = (weights / weights.max().clamp(min=torch.finfo(torch.float64).tiny)).tolist()
         chosen = dict.fromkeys(self._returned[: self.batch_size])
         self._returned = self._returned[self.batch_size :]
-        for _ in range(2 * len(self._keys)):  # any row with the largest weight is passed at least once
+        for _ in range(2 * self.size):  # any row with the largest weight is passed at least once
             if len(chosen) == self.batch_size:
                 break
             row, draw = self._next()
             if draw < probabilities[row]:
                 chosen[row] = None
         missing = self.batch_size - len(chosen)
-        others = [row for row in self._pass[1] if row not in chosen]
-        filling = sorted(dict.fromkeys(others), key=lambda row: -probabilities[row])[:missing]
+        # A pass of a base may lack rows.
+        others = [row for row in dict.fromkeys([*self._pass[1], *range(len(self._keys))]) if row not in chosen]
+        filling = sorted(others, key=lambda row: -probabilities[row])[:missing]
         return [*chosen, *filling], sum(probabilities[row] == 0 for row in filling)
 
     def _next(self) -> tuple[int, float]:

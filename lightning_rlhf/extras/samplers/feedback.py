@@ -47,12 +47,10 @@ class RewardFeedback(Callback):
 
     Args:
         reward: name of the reward; None takes the total reward.
-        solved: smallest reward of a solved response, for messages.
     """
 
-    def __init__(self, reward: str | None, solved: float) -> None:
+    def __init__(self, reward: str | None) -> None:
         self._reward = reward
-        self._solved = solved
         self._order: ObservedOrder | None = None
         self._restored: dict[str, Any] | None = None
         self._samples = 1

@@ -184,6 +184,19 @@ def test_base_orders_the_passes():
     assert [row for start in (0, 2, 4) for row in order.rows(0)[start : start + 2]] == [3, 1, 2, 0, 5, 4]
 
 
+def test_base_with_fewer_rows_than_a_batch_is_filled_with_others():
+    @dataclass
+    class First:
+        def key(self, fields):
+            return None
+
+        def order(self, keys, lengths, seed, epoch):
+            return [0, 1, 2, 0]
+
+    order = Adaptive([Pools()], base=First()).row_order([([None], None)] * 6, [1] * 6, 0, 4)
+    assert sorted(order.rows(0)[0:4]) == [0, 1, 2, 3]
+
+
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 LETTERS = [{"prompt": "abcd"[i % 4] * (1 + i // 4), "answer": "abcdefg"[i % 7], "level": i % 3} for i in range(8)]
@@ -240,11 +253,11 @@ def test_run_leaves_solved_rows_out_and_logs_what_it_has_observed(run):
     assert made.metrics["sampler/filled_fraction"] == 0.0
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_resumed_run_has_the_same_bits(run, tmp_path, max_staleness):
+@pytest.mark.parametrize(("max_staleness", "every"), [(0, 3), (1, 3), (0, 4), (1, 4)])  # 4 is the end of an epoch
+def test_resumed_run_has_the_same_bits(run, tmp_path, max_staleness, every):
     def weights(folder, *callbacks, resume=None):
         sampler = Adaptive([Pools(easy=0.3, impossible=0.2), Gates("level", solved=0.2, rows=2)])
-        callbacks = [RunCheckpoint(every_n_steps=3), *callbacks]
+        callbacks = [RunCheckpoint(every_n_steps=every), *callbacks]
         loop, root = {"max_staleness": max_staleness}, {"default_root_dir": tmp_path / folder}
         made = trained(run, sampler, steps=11, callbacks=callbacks, resume=resume, loop=loop, trainer=root)
         return [parameter.detach().clone() for parameter in made.module.actor.parameters()], made.seen.rows
@@ -253,7 +266,7 @@ def test_resumed_run_has_the_same_bits(run, tmp_path, max_staleness):
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         weights("cut", Interrupt(7))
     resumed, later = weights("cut", resume=tmp_path / "cut/checkpoints/last.ckpt")
-    assert later == rows[6:]
+    assert later == rows[7 // every * every :]
     assert all(map(torch.equal, whole, resumed))
 
 

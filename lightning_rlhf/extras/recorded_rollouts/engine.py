@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.recorded_rollouts.recorder import digest_of, step_file
-from lightning_rlhf.rollout.ahead import RestoredResponses, unpacked_completions
+from lightning_rlhf.rollout.ahead import (
+    RestoredCompletions,
+    RestoredResponses,
+    RestoringSampler,
+    unpacked_completions,
+)
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.generation import OnFinished, PendingCompletions
 from lightning_rlhf.rollout.sampler import Sampler, Sampling
@@ -51,7 +54,7 @@ class RecordedEngine(RolloutEngine):
 
     @override
     def training_sampler(self, sampler: Sampler) -> Sampler:
-        return RecordedSampler(sampler, self.run)
+        return RecordedSampler(sampler, RestoredCompletions(), self, self.run)
 
     @override
     def start(self, setup: EngineSetup) -> None:
@@ -80,29 +83,18 @@ class RecordedEngine(RolloutEngine):
         )
 
 
-@dataclass
-class RecordedSampler:
+@dataclass(frozen=True)
+class RecordedSampler(RestoringSampler):
     """Returns the recorded completions of a step; see :class:`RecordedEngine`.
 
     Args:
-        sampler: sampler of the run.
         run: directory of the recorded run.
     """
 
-    sampler: Sampler
     run: Path
     _steps: dict[int, dict[_Key, tuple[str, list[Completion]]]] = field(default_factory=dict)
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Tokenizer that decodes responses for reward functions."""
-        return self.sampler.tokenizer
-
-    @property
-    def environment(self) -> EnvironmentSettings | None:
-        """Settings of the environment whose conversations the responses are; None without one."""
-        return self.sampler.environment
-
+    @override
     def sample(
         self,
         prompts: PromptBatch,
@@ -112,7 +104,6 @@ class RecordedSampler:
         on_finished: OnFinished | None = None,
         in_background: bool = False,
     ) -> PendingCompletions:
-        """See :meth:`~lightning_rlhf.rollout.sampler.Sampler.sample`."""
         of_step = self._read(step)
         completions = []
         for prompt in prompts:
@@ -135,7 +126,8 @@ class RecordedSampler:
                     f"{self.run} has no recorded responses of step {step + 1}: set trainer.max_steps to {step}"
                 )
             parts: list[dict[str, Any]] = torch.load(path, weights_only=True)
-            self._steps = {each: values for each, values in self._steps.items() if each >= step - 1}
+            for earlier in [each for each in self._steps if each < step - 1]:
+                del self._steps[earlier]
             self._steps[step] = {
                 (samples, temperature, index): (digest, completions)
                 for part in parts

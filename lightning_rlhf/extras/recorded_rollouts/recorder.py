@@ -49,7 +49,7 @@ class RolloutRecorder(Callback):
     """
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """Validate that the run has rollouts, and remove the files of an earlier run with this name.
+        """Validate that the run has rollouts.
 
         Raises:
             UsageError: there is no RolloutLoop.
@@ -57,6 +57,13 @@ class RolloutRecorder(Callback):
         check_module(self, pl_module, RLHFModule)
         if not any(isinstance(callback, RolloutLoop) for callback in trainer.callbacks):
             raise UsageError("RolloutRecorder keeps the responses of a RolloutLoop: add it, or remove RolloutRecorder")
+
+    def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Remove the files of later steps, which an earlier run of this directory has left."""
+        if trainer.is_global_zero:
+            for path in (Path(trainer.default_root_dir) / "rollouts").glob("recorded-*.pt"):
+                if path.stem.removeprefix("recorded-") > f"{trainer.global_step:06d}":
+                    path.unlink()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: PromptBatch, batch_idx: int

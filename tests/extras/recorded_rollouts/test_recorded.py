@@ -119,6 +119,12 @@ def test_other_loss_learns_something_else_from_the_same_responses(run, tmp_path)
     assert not all(map(torch.equal, weights(first), weights(other)))
 
 
+def test_new_run_removes_the_files_of_an_earlier_one(run, tmp_path):
+    trained(run, tmp_path, TransformersEngine(), steps=3)
+    trained(run, tmp_path, TransformersEngine(), steps=2)
+    assert [step_file(tmp_path, step).is_file() for step in range(3)] == [True, True, False]
+
+
 def test_file_of_a_step_is_values_and_tensors(run, tmp_path):
     trained(run, tmp_path, TransformersEngine(), steps=2)
     (part,) = torch.load(step_file(tmp_path, 1), weights_only=True)
